@@ -1,9 +1,11 @@
 """The engine openai without vLLM's server: SGLang as its documentation says, addresses without a server, and
 answers that are none."""
 
+import asyncio
 import json
 import shutil
 import threading
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -83,13 +85,18 @@ def test_a_server_of_another_protocol_is_named_and_reached_by_a_proxy_if_the_job
     assert asked == [f"{url}/v1/models" if trust_env else "/v1/models"]
 
 
-def test_settings_that_are_missing_are_named(model: Path, tmp_path: Path):
+def test_settings_that_are_missing_are_named(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(InvalidConfig, match=r"set rollout\.openai\.urls .* and rollout\.openai\.weights_dir"):
         OpenAIEngine(make_job({"rollout": {"name": "openai"}}))
     with pytest.raises(InvalidConfig, match="no_such_directory"):
         OpenAIEngine(job_of(model, ["http://127.0.0.1:1"], tmp_path / "no_such_directory"))
     with pytest.raises(InvalidConfig, match="NO_SUCH_VARIABLE, which is not set"):
         OpenAIEngine(job_of(model, ["http://x"], tmp_path, openai={"api_key_env": "NO_SUCH_VARIABLE"}))
+    for key, why in {"SECRET\nKEY": "cannot hold", "SÉCRET": "cannot hold", " \n": "is empty"}.items():
+        monkeypatch.setenv("FLEET_KEY", key)
+        with pytest.raises(InvalidConfig, match=why) as refused:
+            OpenAIEngine(job_of(model, ["http://x"], tmp_path, openai={"api_key_env": "FLEET_KEY"}))
+        assert "CRET" not in str(refused.value)
     with pytest.raises(InvalidConfig, match="enforce_eager is a key of engine vllm"):
         job_of(model, ["http://x"], tmp_path, enforce_eager=True)
 
@@ -165,7 +172,7 @@ async def test_sglang_is_asked_as_its_documentation_says(
         asked: list[tuple[str, Any, str]] = []  # noqa: RUF012
         tokenizer = AutoTokenizer.from_pretrained(model)
 
-    monkeypatch.setenv("FLEET_KEY", "secret")
+    monkeypatch.setenv("FLEET_KEY", "secret\n")  # as from a file
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_address[1]}"
@@ -192,6 +199,53 @@ async def test_sglang_is_asked_as_its_documentation_says(
     )
     assert row["return_logprob"]
     assert row["sampling_params"]["stop_token_ids"] == [258]
+
+
+async def test_a_server_never_gets_more_rows_than_it_takes_also_after_another_is_lost(
+    model: Path, tmp_path: Path
+):
+    """The lost one breaks off each row; the other holds its first two until the lost one is left out."""
+    from transformers import AutoTokenizer
+
+    lost = threading.Event()
+    rows_there: list[int] = []
+
+    class Handler(DocumentedSglang):
+        asked: list[tuple[str, Any, str]] = []  # noqa: RUF012
+        tokenizer = AutoTokenizer.from_pretrained(model)
+
+    class Failing(Handler):
+        def answer(self, body: Any) -> None:
+            if body and body.get("sampling_params", {}).get("max_new_tokens", 1) > 1:  # not when it is admitted
+                self.close_connection = True
+            else:
+                super().answer(body)
+
+    class Slow(Handler):
+        def generate(self, body: Any) -> Any:
+            if body["sampling_params"]["max_new_tokens"] > 1:
+                assert lost.wait(60)
+                rows_there.append(engine._servers[1].num_rows)
+            return super().generate(body)
+
+    with ExitStack() as opened:
+        addresses = []
+        for handler in (Failing, Slow):
+            server = opened.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), handler))
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            opened.callback(server.shutdown)
+            addresses.append(f"http://127.0.0.1:{server.server_address[1]}")
+        settings = {"tokens": 8, "max_num_seqs": 2, "openai": {"api": "sglang"}}
+        worker = opened.enter_context(worker_of(model, addresses, tmp_path, **settings))
+        engine: Any = worker._engine
+        generation = asyncio.create_task(generated(worker, prompts_of(8)))
+        while engine._servers[0].lost is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        lost.set()
+        rows = await generation
+    assert (rows["responses"] == 65).all()
+    assert len(rows_there) == 8
+    assert max(rows_there) == 2
 
 
 async def test_generate_asks_servers_where_this_machine_holds_no_weights(model: Path, tmp_path: Path):

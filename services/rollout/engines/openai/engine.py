@@ -7,9 +7,9 @@ import logging
 import os
 import secrets
 import ssl
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,13 +67,8 @@ class OpenAIEngine:
 
     def __init__(self, job: JobConfig) -> None:
         settings = job.rollout.openai
-        self._headers = {}
-        if settings.api_key_env:
-            if settings.api_key_env not in os.environ:
-                raise InvalidConfig(
-                    f"rollout.openai.api_key_env names {settings.api_key_env}, which is not set"
-                )
-            self._headers["Authorization"] = f"Bearer {os.environ[settings.api_key_env]}"
+        key = _key_in(settings.api_key_env) if settings.api_key_env else ""
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._job, self._ssl = job, ssl.create_default_context()
         self._num_tokens = job.data.max_response_length
         outline = load_outline(job.actor.model, "rollout")
@@ -82,7 +77,7 @@ class OpenAIEngine:
         check_kept(job.rollout, self.vocabulary)
         self._ends, self._pad = end_tokens(job, declared_eos(job, outline))
         self._servers = [KINDS[settings.api](url, job) for url in settings.urls]
-        self._seats = asyncio.Semaphore(job.rollout.rows * len(self._servers))
+        self._room = asyncio.Condition()  # notified when a server has fewer rows
         self._run = secrets.token_hex(4)  # part of labels, because another run may have the same version number
         self._version = 0
         self._directory: Path | None = None  # with the version's weights; None: the servers' own model
@@ -144,38 +139,54 @@ class OpenAIEngine:
     async def _respond(self, client: httpx.AsyncClient, made: _Row, sampling: SamplingConfig) -> _Row:
         """Ask for the row until it is complete.
 
-        An aborted row continues on any server; a failed request is repeated. A server that fails the row twice
-        is left out, because a connection may break once.
+        A failed request is repeated, on any server. A server that fails the row twice is left out, because a
+        connection may break once.
         """
-        asked, doubted = made.asked, set[Server]()
-        wanted = self._num_tokens - asked.begun
-        async with self._seats:
-            while True:
-                n = len(made.tokens)
-                tokens, seed = asked.tokens + made.tokens, seed_from(asked.seed, n)
-                request = self._request(tokens, seed, wanted - n, sampling)
-                server = self._choose()
-                server.num_rows += 1
+        doubted = set[Server]()
+        while True:
+            async with self._server_with_room() as server:
                 try:
-                    part, version = await self._ask(client, server, request)
+                    return await self._complete(client, server, made, sampling)
                 except ServerLost as error:
                     server.holds = None
                     if server in doubted:
                         self._leave_out(server, error)
                     doubted.add(server)
-                    continue
-                finally:
-                    server.num_rows -= 1
-                made.add(part, version)
-                if not part.broken_off or len(made.tokens) == wanted:
-                    return made
+
+    async def _complete(
+        self, client: httpx.AsyncClient, server: Server, made: _Row, sampling: SamplingConfig
+    ) -> _Row:
+        """Ask a server for the rest of a row. A row that it aborts continues there."""
+        asked = made.asked
+        wanted = self._num_tokens - asked.begun
+        while True:
+            n = len(made.tokens)
+            tokens, seed = asked.tokens + made.tokens, seed_from(asked.seed, n)
+            request = self._request(tokens, seed, wanted - n, sampling)
+            part, version = await self._ask(client, server, request)
+            made.add(part, version)
+            if not part.broken_off or len(made.tokens) == wanted:
+                return made
 
     def _request(self, tokens: list[int], seed: int, num_tokens: int, sampling: SamplingConfig) -> Request:
         ignore_eos = self._job.rollout.ignore_eos
         return Request(tokens, seed, num_tokens, sampling, self._ends, ignore_eos, self.vocabulary)
 
-    def _choose(self) -> Server:
-        """Return the usable server with the fewest rows."""
+    @asynccontextmanager
+    async def _server_with_room(self) -> AsyncIterator[Server]:
+        """Assign a row within the context to the usable server with the fewest rows, once that has room."""
+        async with self._room:
+            while (server := self._emptiest()).num_rows >= self._job.rollout.rows:
+                await self._room.wait()
+            server.num_rows += 1
+        try:
+            yield server
+        finally:
+            async with self._room:
+                server.num_rows -= 1
+                self._room.notify()
+
+    def _emptiest(self) -> Server:
         usable = [server for server in self._servers if server.lost is None]
         if not usable:
             raise RoleUnavailable("rollout: no server is left: " + self._reasons())
@@ -294,6 +305,23 @@ class OpenAIEngine:
 
     def close(self) -> None:
         self._folder.close()
+
+
+def _key_in(variable: str) -> str:
+    """Return the key in an environment variable, without the newline that a key from a file often ends in.
+
+    Raises:
+        InvalidConfig: there is none, or no HTTP header can hold it. The message does not show it.
+    """
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise InvalidConfig(f"rollout.openai.api_key_env names {variable}, which is not set or is empty")
+    if not (key.isascii() and key.isprintable()):
+        raise InvalidConfig(
+            f"rollout.openai.api_key_env names {variable}, whose value an HTTP header cannot hold: expected "
+            "printable ASCII characters in one line"
+        )
+    return key
 
 
 def load_openai(job: JobConfig, worker: LocalWorker) -> OpenAIEngine:
