@@ -101,7 +101,7 @@ def gathered_bytes(parameters: int, shape: ModelShape, dtype: str) -> int:
 
     These are two blocks in the type of matrix products, and everything outside of blocks in float32.
     """
-    in_blocks = min(parameters, shape.multiplied_parameters)
+    in_blocks = min(parameters, shape.block_parameters)
     return WIDTH[dtype] * 2 * in_blocks // shape.layers + FLOAT32 * (parameters - in_blocks)
 
 
@@ -112,7 +112,7 @@ def peak_with_gathered_bytes(passing: int, learnt: int, parameters: int, shape: 
     over the ranks. At its end they are the same for everything outside of blocks, without activations. A model
     with an adapter has gathered gradients only of the adapter, which are small.
     """
-    in_blocks = min(parameters, shape.multiplied_parameters)
+    in_blocks = min(parameters, shape.block_parameters)
     outside = FLOAT32 * (parameters - in_blocks)
     learns_all = learnt >= parameters
     block = learns_all * in_blocks // shape.layers

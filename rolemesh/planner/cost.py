@@ -164,7 +164,7 @@ def role_parts(
     one = Pass(shape, share * (ranks / spread.together if device.shared else 1), width, predicted, model.dtype)
     together = 1 if device.shared else spread.together
 
-    in_blocks = min(parameters, shape.multiplied_parameters)
+    in_blocks = min(parameters, shape.block_parameters)
     block, outside = in_blocks / shape.layers, parameters - in_blocks
     gathers = calls * (
         shape.layers * gather_seconds(device, WIDTH[model.dtype] * block, spread.shards)

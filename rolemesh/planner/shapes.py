@@ -25,6 +25,7 @@ NAMES = {
 }
 TYPES = {"BF16": "bfloat16", "F16": "float16"}  # in the header of a safetensors file
 MLP_NAMES = ("intermediate_size", "n_inner", "ffn_dim")
+EXPERTS_NAMES = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class ModelShape:
         vocabulary: rows of the embedding.
         matrices: for each matrix of the blocks the module's name, and rows plus columns.
         routed_parameters: the part of `multiplied_parameters` in experts.
+        unrouted_parameters: of the experts to which a token is not routed.
         stored: dtype of the embedding in the weight files, e.g. bfloat16; empty: not known.
     """
 
@@ -58,7 +60,13 @@ class ModelShape:
     vocabulary: int
     matrices: tuple[tuple[str, int], ...] = ()
     routed_parameters: int = 0
+    unrouted_parameters: int = 0
     stored: str = ""
+
+    @property
+    def block_parameters(self) -> int:
+        """Parameters of the blocks' matrices, those of all experts included."""
+        return self.multiplied_parameters + self.unrouted_parameters
 
     @property
     def policy_parameters(self) -> int:
@@ -117,22 +125,22 @@ def read_shape(config: ModelConfig, role: str) -> ModelShape:
     tensors = {name: shape for name, (shape, _) in stored.items()} or _built(directory, config, role)
     intermediate = next((settings[n] for n in MLP_NAMES if settings.get(n)), 4 * hidden)
     routed = settings.get("num_experts_per_tok") or 0
-    experts = settings.get("num_experts") or settings.get("num_local_experts") or 0
+    experts = next((settings[name] for name in EXPERTS_NAMES if settings.get(name)), 0)
     share = routed / experts if routed and experts else 1.0
     if share < 1:
         intermediate = routed * (settings.get("moe_intermediate_size") or intermediate)
     sizes = {name: math.prod(shape) for name, shape in tensors.items()}
     body = {name: size for name, size in sizes.items() if not name.startswith(HEADS)}
-    multiplied = {
-        name: size * (share if ".experts." in name else 1.0)
-        for name, size in body.items()
-        if len(tensors[name]) > 1 and tensors[name][0] != vocabulary
+    of_blocks = {
+        name: size for name, size in body.items() if len(tensors[name]) > 1 and tensors[name][0] != vocabulary
     }
+    in_experts = sum(size for name, size in of_blocks.items() if ".experts." in name)
+    routed_to, in_blocks = round(share * in_experts), sum(of_blocks.values())
     tables = [kind for shape, kind in stored.values() if len(shape) > 1 and shape[0] == vocabulary]
     return ModelShape(
         body_parameters=sum(body.values()),
         head_parameters=sum(size for name, size in sizes.items() if name.startswith("lm_head.")),
-        multiplied_parameters=round(sum(multiplied.values())),
+        multiplied_parameters=in_blocks - in_experts + routed_to,
         hidden=hidden,
         layers=layers,
         heads=heads,
@@ -145,7 +153,8 @@ def read_shape(config: ModelConfig, role: str) -> ModelShape:
             for name in body
             if len(tensors[name]) == 2 and tensors[name][0] != vocabulary
         ),
-        routed_parameters=round(sum(size for name, size in multiplied.items() if ".experts." in name)),
+        routed_parameters=routed_to,
+        unrouted_parameters=in_experts - routed_to,
         stored=TYPES.get(tables[0], "float32") if tables else "",
     )
 

@@ -17,6 +17,7 @@ from rolemesh.config.model import ModelConfig
 from rolemesh.errors import InvalidConfig, ModelNotFound
 from rolemesh.models.heads import ScoreModel
 from rolemesh.models.loading import model_directory
+from rolemesh.planner.activations import gathered_bytes
 from rolemesh.planner.cost import Pass, role_seconds
 from rolemesh.planner.devices import GIB, Device, available_memory, cpu, human_size, parse_size
 from rolemesh.planner.memory import kv_bytes_per_token, logits_bytes, role_memory, scoring_bytes
@@ -70,6 +71,11 @@ def test_a_token_is_multiplied_by_the_experts_that_it_is_routed_to(tmp_path: Pat
     attention, router, routed = 4 * 32 * 32, 8 * 32, 2 * 3 * 32 * 16
     assert shape.multiplied_parameters == 2 * (attention + router + routed)
     assert shape.intermediate == 32
+    # The others are gathered with their block, and are not outside of the blocks.
+    block = attention + router + 4 * routed
+    outside = shape.policy_parameters - 2 * block
+    assert outside == 2 * 300 * 32 + 2 * (2 * 32 + 2 * 16) + 32
+    assert gathered_bytes(shape.policy_parameters, shape, "bfloat16") == 2 * 2 * block + 4 * outside
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"hidden_size": 8}'])
