@@ -42,45 +42,45 @@ def job_with(directory: Path, *loggers: str) -> JobConfig:
     return make_job({"trainer": trainer})
 
 
-def write_three_steps(job: JobConfig, console: Console | None = None) -> None:
+async def write_three_steps(job: JobConfig, console: Console | None = None) -> None:
     """A run of two steps, and its resumption after the first, which makes step 2 again."""
     job.run_dir.mkdir(exist_ok=True)
     console = console or Console(file=io.StringIO())
-    with Loggers(job, None, console) as loggers:
+    async with Loggers(job, None, console) as loggers:
         loggers.log(1, {SCORE: 0.25, ACC: 0.5})
         loggers.log(2, {SCORE: 99.0})
-    with Loggers(job, 1, console) as loggers:
+    async with Loggers(job, 1, console) as loggers:
         loggers.log(2, {SCORE: 0.5})
         loggers.log(3, {SCORE: 0.75})
 
 
-def test_tensorboard_reads_back_every_step_once(tmp_path: Path) -> None:
+async def test_tensorboard_reads_back_every_step_once(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    write_three_steps(job_with(tmp_path / "run", "tensorboard"))
+    await write_three_steps(job_with(tmp_path / "run", "tensorboard"))
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars(SCORE)] == [(1, 0.25), (2, 0.5), (3, 0.75)]
     assert [(event.step, event.value) for event in events.Scalars(ACC)] == [(1, 0.5)]
 
 
-def test_a_run_that_only_validates_hides_no_step_of_tensorboard(tmp_path: Path) -> None:
+async def test_a_run_that_only_validates_hides_no_step_of_tensorboard(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     job = job_with(tmp_path / "run", "tensorboard")
-    write_three_steps(job)
+    await write_three_steps(job)
     validating = job.model_copy(update={"trainer": job.trainer.model_copy(update={"val_only": True})})
-    with Loggers(validating, 1, Console(file=io.StringIO())) as loggers:
+    async with Loggers(validating, 1, Console(file=io.StringIO())) as loggers:
         loggers.log(1, {ACC: 0.75})
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars(SCORE)] == [(1, 0.25), (2, 0.5), (3, 0.75)]
     assert [event.value for event in events.Scalars(ACC)] == [0.5, 0.75]
 
 
-def test_mlflow_reads_back_one_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_mlflow_reads_back_one_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import mlflow
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    write_three_steps(job_with(tmp_path / "run", "mlflow"))
+    await write_three_steps(job_with(tmp_path / "run", "mlflow"))
     client = mlflow.MlflowClient(tracking_uri=(tmp_path / "run" / "mlflow").as_uri())
     experiment = client.get_experiment_by_name("rolemesh")
     (run,) = client.search_runs([experiment.experiment_id])
@@ -91,7 +91,8 @@ def test_mlflow_reads_back_one_run_that_goes_on(tmp_path: Path, monkeypatch: pyt
     assert run.data.metrics["val-core/digits/acc/mean_at_1"] == 0.5
     job = job_with(tmp_path / "run", "mlflow")
     validating = job.model_copy(update={"trainer": job.trainer.model_copy(update={"val_only": True})})
-    with Loggers(validating, None, Console(file=io.StringIO())) as loggers:  # of a run without a checkpoint
+    without_checkpoint = None
+    async with Loggers(validating, without_checkpoint, Console(file=io.StringIO())) as loggers:
         loggers.log(0, {ACC: 0.75})
     assert len(client.search_runs([experiment.experiment_id])) == 1
 
@@ -123,14 +124,14 @@ WITH_A_BAD_ONE: Any = {"first": 3.0, "nan": math.nan, "bad": object(), "last": 4
 
 
 @pytest.mark.parametrize("logger", ["mlflow", "tensorboard"])
-def test_any_name_arrives_and_a_bad_value_costs_no_other(
+async def test_any_name_arrives_and_a_bad_value_costs_no_other(
     logger: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     values: dict[str, Any] = dict(zip(ODD, range(len(ODD)), strict=True))
     job = job_with(tmp_path / "run", logger)
     job.run_dir.mkdir()
-    with Loggers(job, None, Console(file=io.StringIO())) as loggers:
+    async with Loggers(job, None, Console(file=io.StringIO())) as loggers:
         loggers.log(1, {"first": 1.0, **values, "last": 2.0})
         loggers.log(2, WITH_A_BAD_ONE)
     assert caplog.text.count("could not log step 2") == 2  # Prometheus could not, either
@@ -155,7 +156,7 @@ def test_any_name_arrives_and_a_bad_value_costs_no_other(
             assert found[given] == values[name]
 
 
-def test_a_logger_that_cannot_be_closed_changes_no_runs_end_and_keeps_no_other_open(
+async def test_a_logger_that_cannot_be_closed_changes_no_runs_end_and_keeps_no_other_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As on a full disk, or without its server."""
@@ -165,14 +166,14 @@ def test_a_logger_that_cannot_be_closed_changes_no_runs_end_and_keeps_no_other_o
     job = job_with(tmp_path / "run", "mlflow", "tensorboard")
     job.run_dir.mkdir()
 
-    def log_a_step_and_fail() -> None:
-        with Loggers(job, None, Console(file=io.StringIO())) as loggers:
-            loggers.log(1, {SCORE: 0.25})
+    async def log_a_step_and_fail() -> None:
+        async with Loggers(job, None, Console(file=io.StringIO())) as loggers:
             shutil.rmtree(job.run_dir / "mlflow")
+            loggers.log(1, {SCORE: 0.25})
             raise CheckpointFailed("no space left")
 
     with pytest.raises(CheckpointFailed, match="no space left"):
-        log_a_step_and_fail()
+        await log_a_step_and_fail()
     assert "MlflowLogger could not be closed, and may lack the last steps" in caplog.text
     events = EventAccumulator(str(job.run_dir / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars(SCORE)] == [(1, 0.25)]
@@ -194,7 +195,7 @@ def wandb_records(file: Path) -> Iterator[bytes]:
             parts = b""
 
 
-def test_wandb_offline_reads_back_any_name_and_a_bad_value_costs_no_other(
+async def test_wandb_offline_reads_back_any_name_and_a_bad_value_costs_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And after a crash the console says which steps are old."""
@@ -206,12 +207,13 @@ def test_wandb_offline_reads_back_any_name_and_a_bad_value_costs_no_other(
     job = job_with(tmp_path / "run", "wandb")
     job.run_dir.mkdir()
     values = dict(zip(ODD, range(len(ODD)), strict=True))
-    with Loggers(job, None, Console(file=io.StringIO())) as loggers:
+    async with Loggers(job, None, Console(file=io.StringIO())) as loggers:
         loggers.log(1, {SCORE: 0.25, **values, "_step": 9})
         loggers.log(2, WITH_A_BAD_ONE)
         loggers.log(3, {SCORE: 0.5})
     assert "WandbLogger could not log step 2 (metrics.jsonl has it): RolemeshError: 1 of 4" in caplog.text
-    wandb.teardown()  # as at the end of the process: wandb's own process writes the file, and is waited for
+    # as at the end of the process: wandb's own process writes the file, and is waited for
+    await asyncio.to_thread(wandb.teardown)
     (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
     found = []
     for data in wandb_records(file):
@@ -233,32 +235,32 @@ def test_wandb_offline_reads_back_any_name_and_a_bad_value_costs_no_other(
     for step in (1, 2):
         steps.log(step, {SCORE: 0.5})
     steps.close()
-    with Loggers(job, 1, Console(file=out, width=20)):  # after a crash, from the checkpoint of step 1
+    async with Loggers(job, 1, Console(file=out, width=20)):  # after a crash, from the checkpoint of step 1
         pass
-    wandb.teardown()
+    await asyncio.to_thread(wandb.teardown)
     assert out.getvalue().startswith(
         "Weights & Biases keeps steps 2 to 2 as they were before this start, and drops "
     )
 
 
-def test_the_console_has_a_header_and_a_row_for_each_step(tmp_path: Path) -> None:
+async def test_the_console_has_a_header_and_a_row_for_each_step(tmp_path: Path) -> None:
     out = io.StringIO()
-    write_three_steps(job_with(tmp_path / "run", "console"), Console(file=out, width=14))
+    await write_three_steps(job_with(tmp_path / "run", "console"), Console(file=out, width=14))
     header = " step    score"
     begun, resumed = ["    1    0.250", "    2   99.000"], ["    2    0.500", "    3    0.750"]
     assert out.getvalue().splitlines() == [header, *begun, header, *resumed]
 
 
-def test_every_run_shows_its_steps_to_prometheus(tmp_path: Path) -> None:
-    write_three_steps(job_with(tmp_path / "run"))
+async def test_every_run_shows_its_steps_to_prometheus(tmp_path: Path) -> None:
+    await write_three_steps(job_with(tmp_path / "run"))
     assert CONTROLLER.get_sample_value("rolemesh_training_step") == 3
     assert CONTROLLER.get_sample_value("rolemesh_training_steps_planned") == 3
     assert CONTROLLER.get_sample_value("rolemesh_step_metric", {"name": SCORE}) == 0.75
 
 
-def test_a_bad_value_costs_prometheus_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_bad_value_costs_prometheus_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     values: dict[str, Any] = {"timing_s/step": object(), "one": 1.0, "none": object(), "two": 2.0}
-    with Loggers(job_with(tmp_path / "run"), None, Console(file=io.StringIO())) as loggers:
+    async with Loggers(job_with(tmp_path / "run"), None, Console(file=io.StringIO())) as loggers:
         loggers.log(1, values)
     assert "2 of 4 metrics are lost, first 'timing_s/step': TypeError" in caplog.text
     shown = [CONTROLLER.get_sample_value("rolemesh_step_metric", {"name": name}) for name in values]
@@ -285,20 +287,20 @@ def test_a_number_that_no_float_holds_is_left_out_and_named(
     file.close()
 
 
-def test_a_missing_library_names_the_extra_that_brings_it(
+async def test_a_missing_library_names_the_extra_that_brings_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # as Python marks a module that is not to be had
     with pytest.raises(InvalidConfig, match=r"pip install 'rolemesh\[wandb\]'"):
-        write_three_steps(job_with(tmp_path / "run", "wandb"))
+        await write_three_steps(job_with(tmp_path / "run", "wandb"))
 
 
-def test_a_logger_that_cannot_begin_is_an_error_that_says_the_way_out(
+async def test_a_logger_that_cannot_begin_is_an_error_that_says_the_way_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nosuch://server")
     with pytest.raises(RolemeshError, match=r"mlflow could not start: .*nosuch.* MLFLOW_TRACKING_URI names"):
-        write_three_steps(job_with(tmp_path / "run", "mlflow"))
+        await write_three_steps(job_with(tmp_path / "run", "mlflow"))
 
 
 # --------------------------------------------------------------------------------- metrics.jsonl

@@ -6,6 +6,7 @@ here.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import importlib.util
 import logging
@@ -22,6 +23,7 @@ from rich.console import Console
 from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig, RolemeshError
 from rolemesh.roles import Metrics
+from rolemesh.services.controller.display.own_thread import END_S, LibraryLogger, OwnThread, warn_of_step
 from rolemesh.services.controller.display.summary import accuracy_by_step
 from rolemesh.services.controller.display.table import ACCURACY, StepTable
 from rolemesh.services.controller.record import METRICS_FILE, STEP
@@ -41,23 +43,26 @@ EXACT_INT = 1 << 53  # a float holds every int up to here
 MLFLOW_BATCH = 1000  # most metrics of a request
 MLFLOW_BYTES = 250  # of a name
 OF_WANDB = ("_step", "_timestamp", "_runtime", "_wandb")  # which it writes itself
+# Of a request: up to 28 s of waits between five tries, 103 s if the server accepts them and does not answer. By
+# itself MLflow tries for four minutes, up to twenty.
+MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "4", "MLFLOW_HTTP_REQUEST_TIMEOUT": "15"}
 MLFLOW_INVALID = "INVALID_PARAMETER_VALUE"  # MLflow's code where a metric, not the server, is the cause
 
 
 class Logger(Protocol):
-    """A target for step metrics."""
+    """A target for step metrics that takes them at once."""
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Write one step's metrics. One that cannot be written keeps no other from being written."""
         ...
 
-    def close(self) -> None:
-        """Flush buffered metrics, and close."""
-        ...
-
 
 class Loggers:
-    """All loggers of a job. Use it as a context manager, so that they are closed however the run ends.
+    """All loggers of a job. Use it as an async context manager, so that they are closed however the run ends.
+
+    Prometheus and the console get a step at once. Each library's logger has a thread of its own: a server that
+    is slow or away holds neither the run nor another logger. Only a new run waits for loggers to start, and
+    ends if one cannot. At the end of a run, the loggers have END_S to log the steps that are waiting.
 
     An error of one logger is logged. It changes neither the run nor how it ends.
 
@@ -68,42 +73,47 @@ class Loggers:
 
     Raises:
         InvalidConfig: a library is not installed; the message names the extra to install.
-        RolemeshError: a logger could not start, e.g. because of a missing login.
+        RolemeshError: a logger of a new run could not start, e.g. because of a missing login.
     """
 
     def __init__(self, job: JobConfig, start: int | None, console: Console) -> None:
         require_libraries(job)
-        self._loggers: list[Logger] = [PrometheusLogger(job, start)]
-        try:
-            for name in dict.fromkeys(job.trainer.logger):
-                if name in LOGGERS:
-                    self._loggers.append(_start_logger(name, job, start, console))
-        except BaseException:
-            self.__exit__()
-            raise
+        self._job, self._start, self._console = job, start, console
+        self._at_once: list[Logger] = [PrometheusLogger(job, start)]
+        if "console" in job.trainer.logger:
+            self._at_once.append(ConsoleLogger(job, console))
+        self._threads: list[OwnThread] = []
 
     def log(self, step: int, metrics: Metrics) -> None:
-        for logger in self._loggers:
+        for logger in (*self._at_once, *self._threads):
             try:
                 logger.log(step, metrics)
             except Exception as error:  # a temporary failure of a metrics server must not end the training
-                log.warning(
-                    "%s could not log step %d (metrics.jsonl has it): %s: %s",
-                    *(type(logger).__name__, step, type(error).__name__, error),
-                )
+                name = logger.name if isinstance(logger, OwnThread) else type(logger).__name__
+                warn_of_step(name, step, error)
 
-    def __enter__(self) -> Loggers:
+    async def __aenter__(self) -> Loggers:
+        try:
+            for name in dict.fromkeys(self._job.trainer.logger):
+                if name in LIBRARIES:
+                    thread = OwnThread(LIBRARIES[name](self._job, self._start, self._console))
+                    self._threads.append(thread)
+                    if self._start is None:
+                        await _begun(name, thread)
+        except BaseException:
+            await self.__aexit__()
+            raise
         return self
 
-    def __exit__(self, *error: object) -> None:
-        for logger in self._loggers:
-            try:
-                logger.close()
-            except Exception as error_of_close:  # it must neither replace the run's own error nor fail the run
-                log.warning(
-                    "%s could not be closed, and may lack the last steps (metrics.jsonl has them): %s: %s",
-                    *(type(logger).__name__, type(error_of_close).__name__, error_of_close),
-                )
+    async def __aexit__(self, *error: object) -> None:
+        until = time.monotonic() + END_S
+        for thread in self._threads:
+            thread.finish()
+        try:
+            await asyncio.to_thread(lambda: [thread.wait(until) for thread in self._threads])
+        finally:
+            for thread in self._threads:
+                thread.give_up()
 
 
 def write_each(metrics: Mapping[str, T], write: Callable[[str, T], object]) -> None:
@@ -149,7 +159,7 @@ def numbers(step: int, metrics: Mapping[Any, Any]) -> Metrics:
 class ConsoleLogger:
     """Prints the most important numbers of each step as a row of a table."""
 
-    def __init__(self, job: JobConfig, start: int | None, console: Console) -> None:
+    def __init__(self, job: JobConfig, console: Console) -> None:
         self._table = StepTable(job, console)
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -157,9 +167,6 @@ class ConsoleLogger:
         for _, accuracy in accuracy_by_step([{STEP: step, **metrics}]):
             numbers[ACCURACY] = accuracy
         self._table.add(step, numbers)
-
-    def close(self) -> None:
-        """Do nothing: nothing is buffered."""
 
 
 class PrometheusLogger:
@@ -175,9 +182,6 @@ class PrometheusLogger:
         TRAINING_STEP.set(step)
         write_each(metrics, _show)
 
-    def close(self) -> None:
-        """Do nothing: nothing is buffered."""
-
 
 def _show(name: str, value: float) -> None:
     number = float(value)  # before labels(), which alone would show 0
@@ -189,11 +193,16 @@ def _show(name: str, value: float) -> None:
 class TensorboardLogger:
     """Writes event files to <run directory>/tensorboard. Steps that a resumed run repeats replace old ones."""
 
+    _writer: Any
+
     def __init__(self, job: JobConfig, start: int | None, console: Console) -> None:
+        self._directory = job.run_dir / "tensorboard"
+        self._purged = None if job.trainer.val_only else (start or 0) + 1  # no step is made again
+
+    def begin(self) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        purged = None if job.trainer.val_only else (start or 0) + 1  # no step is made again
-        self._writer: Any = SummaryWriter(str(job.run_dir / "tensorboard"), purge_step=purged)
+        self._writer = SummaryWriter(str(self._directory), purge_step=self._purged)
 
     def log(self, step: int, metrics: Metrics) -> None:
         write_each(metrics, lambda name, value: self._writer.add_scalar(name, value, step))
@@ -209,25 +218,33 @@ class WandbLogger:
     there, and the console names these steps.
     """
 
+    _run: Any
+
     def __init__(self, job: JobConfig, start: int | None, console: Console) -> None:
+        self._job, self._start, self._console = job, start, console
+        self._file = job.run_dir / "wandb" / "run_id"
+        self._known = self._file.exists()
+        logged = read_metrics(job.run_dir / METRICS_FILE)  # of steps that the run is about to make again, too
+        self._newest = max((int(record[STEP] or 0) for record in logged), default=-1)
+
+    def begin(self) -> None:
         import wandb
 
-        trainer = job.trainer
-        file = job.run_dir / "wandb" / "run_id"
-        known = file.exists()
-        run_id = _kept_id(file, start is not None or trainer.val_only, lambda: secrets.token_hex(4))
-        self._run: Any = wandb.init(
+        # Else it uploads without limit, also when the process ends. Its files remain for `wandb sync`.
+        os.environ.setdefault("WANDB_FINISH_TIMEOUT", f"{END_S - 5:.0f}")
+        trainer, start = self._job.trainer, self._start
+        run_id = _kept_id(self._file, start is not None or trainer.val_only, lambda: secrets.token_hex(4))
+        self._run = wandb.init(
             project=trainer.project_name,
             name=trainer.experiment_name,
-            dir=str(job.run_dir),
-            config=job.model_dump(mode="json"),
+            dir=str(self._job.run_dir),
+            config=self._job.model_dump(mode="json"),
             id=run_id,
             resume="allow",
         )
-        logged = [int(record[STEP] or 0) for record in read_metrics(job.run_dir / METRICS_FILE)]
-        newest = max([*logged, self._run.step - 1])
-        if known and start is not None and newest > start and not trainer.val_only:
-            console.print(
+        newest = max(self._newest, self._run.step - 1)
+        if self._known and start is not None and newest > start and not trainer.val_only:
+            self._console.print(
                 f"Weights & Biases keeps steps {start + 1} to {newest} as they were before this start, and "
                 "drops them as they are made again; metrics.jsonl has the new ones",
                 style="dim", highlight=False, soft_wrap=True,
@@ -247,19 +264,27 @@ class WandbLogger:
 class MlflowLogger:
     """Logs to the MLflow server named by MLFLOW_TRACKING_URI, or to files in <run directory>/mlflow."""
 
+    _client: Any
+    _run_id: str
+
     def __init__(self, job: JobConfig, start: int | None, console: Console) -> None:
+        self._directory, self._trainer = job.run_dir / "mlflow", job.trainer
+        self._goes_on = start is not None or job.trainer.val_only
+
+    def begin(self) -> None:
         import mlflow
 
-        directory = job.run_dir / "mlflow"
+        for name, value in MLFLOW_PATIENCE.items():
+            os.environ.setdefault(name, value)
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:
-            directory.mkdir(parents=True, exist_ok=True)
+            self._directory.mkdir(parents=True, exist_ok=True)
             # MLflow prefers a database, which the skinny client cannot open, and asks for this consent to
             # files.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-            uri = directory.as_uri()
-        self._client: Any = mlflow.MlflowClient(tracking_uri=uri)
-        trainer = job.trainer
+            uri = self._directory.as_uri()
+        self._client = mlflow.MlflowClient(tracking_uri=uri)
+        trainer = self._trainer
 
         def new_run() -> str:
             known = self._client.get_experiment_by_name(trainer.project_name)
@@ -267,7 +292,7 @@ class MlflowLogger:
             run_id: str = self._client.create_run(experiment, run_name=trainer.experiment_name).info.run_id
             return run_id
 
-        self._run_id = _kept_id(directory / "run_id", start is not None or trainer.val_only, new_run)
+        self._run_id = _kept_id(self._directory / "run_id", self._goes_on, new_run)
 
     def log(self, step: int, metrics: Metrics) -> None:
         from mlflow.entities import Metric
@@ -308,13 +333,11 @@ START_HINTS = {
     "mlflow": " MLFLOW_TRACKING_URI names the server; if it is unset, everything stays in the run directory.",
 }
 
-LOGGERS: dict[str, Callable[[JobConfig, int | None, Console], Logger]] = {
-    "console": ConsoleLogger,
+LIBRARIES: dict[str, Callable[[JobConfig, int | None, Console], LibraryLogger]] = {  # extras of the package
     "tensorboard": TensorboardLogger,
     "wandb": WandbLogger,
     "mlflow": MlflowLogger,
 }
-OPTIONAL = ("tensorboard", "wandb", "mlflow")  # extras of the package, named like their modules
 
 
 def require_libraries(job: JobConfig) -> None:
@@ -323,15 +346,15 @@ def require_libraries(job: JobConfig) -> None:
     `Loggers` checks this too; call this function to check before any role starts.
     """
     for name in job.trainer.logger:
-        if name in OPTIONAL and importlib.util.find_spec(name) is None:
+        if name in LIBRARIES and importlib.util.find_spec(name) is None:
             raise InvalidConfig(
                 f"trainer.logger names {name}, which is not installed: pip install 'rolemesh[{name}]'"
             )
 
 
-def _start_logger(name: str, job: JobConfig, start: int | None, console: Console) -> Logger:
+async def _begun(name: str, thread: OwnThread) -> None:
     try:
-        return LOGGERS[name](job, start, console)
+        await asyncio.wrap_future(thread.begun)
     except Exception as error:  # each library has its own errors for a missing login or an unreachable server
         # Not InvalidConfig: a restarted controller may succeed once the server is back.
         raise RolemeshError(

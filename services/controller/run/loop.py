@@ -154,7 +154,7 @@ class Run:
         try:
             await check_step(self.job)
             start = await self._begin()
-            with Loggers(self.job, start, self.display.console) as loggers:
+            async with Loggers(self.job, start, self.display.console) as loggers:
                 makes_steps = not self.job.trainer.val_only
                 metrics_file = MetricsFile(self.job.run_dir / METRICS_FILE, start, makes_steps)
                 self._log_to = (metrics_file, loggers)
