@@ -238,7 +238,8 @@ def _roles(status: pb.GetStatusResponse) -> Table:
 
 def _as_run(status: pb.GetStatusResponse) -> RunStatus:
     run = RunStatus(status.job)
-    run.records = [{STEP: status.step, **status.latest}] if status.latest else []
+    if status.latest:
+        run.add({STEP: status.step, **status.latest})
     run.set(
         state=State(status.state or State.STARTING.value),
         step=status.step,

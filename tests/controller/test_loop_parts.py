@@ -18,6 +18,7 @@ from rolemesh.errors import CheckpointFailed, RoleUnavailable
 from rolemesh.roles import Roles, methods
 from rolemesh.rpc.calling.clients import ActorClient, RewardClient, RolloutClient
 from rolemesh.services.controller.display.curves import draw_curves
+from rolemesh.services.controller.display.progress import line_of
 from rolemesh.services.controller.display.summary import accuracy_by_step
 from rolemesh.services.controller.run.checkpoints import Checkpoints, ControllerState
 from rolemesh.services.controller.run.stopwatch import Stopwatch
@@ -215,6 +216,17 @@ def test_the_accuracy_shown_is_the_mean_of_single_answers_over_data_sources() ->
         "val-aux/x/reward/mean@4": 9.0,
     }
     assert accuracy_by_step([record, {"training/global_step": 4.0}]) == [(3, 0.375)]
+
+
+def test_the_live_line_has_the_newest_value_of_each_metric_and_needs_no_earlier_record() -> None:
+    """It is made anew at each change of phase, so it must not take longer the longer a run is."""
+    status = RunStatus("run")
+    status.set(state=State.RUNNING, phase="gen")
+    status.add({"training/global_step": 1.0, "critic/score/mean": 0.25, "val-core/x/acc/mean@1": 0.5})
+    status.add({"training/global_step": 2.0, "critic/score/mean": 0.75, "perf/throughput": 1234.0})
+    status.records.clear()
+    shown = "generating  ·  reward 0.750  ·  val accuracy 0.500  ·  1,234 tokens/s"
+    assert line_of(status).plain == shown
 
 
 def test_calls_of_one_phase_that_overlap_are_counted_once() -> None:

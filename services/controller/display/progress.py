@@ -17,7 +17,6 @@ from rich.text import Text
 
 from rolemesh.services.controller.display.summary import Summary, accuracy_by_step, print_summary
 from rolemesh.services.controller.display.table import log_console, number
-from rolemesh.services.controller.record import Record
 from rolemesh.services.controller.service.status import RunStatus, State
 from rolemesh.telemetry.logs import printable
 
@@ -103,14 +102,10 @@ def line_of(status: RunStatus) -> Text:
         parts = ["pauses after this step" if status.phase else "paused"]
     parts += [PHASES.get(status.phase, status.phase)] if status.phase else []
     parts += [status.found] if status.found else []
-    reward = _last(status.records, "critic/score/mean")
+    reward = status.latest.get("critic/score/mean")
     parts += [f"reward {number(reward, '.3f')}"] if reward is not None else []
-    accuracies = accuracy_by_step(status.records)
+    accuracies = accuracy_by_step([status.latest])
     parts += [f"val accuracy {accuracies[-1][1]:.3f}"] if accuracies else []
-    speed = _last(status.records, "perf/throughput")
+    speed = status.latest.get("perf/throughput")
     parts += [f"{speed:,.0f} tokens/s"] if speed is not None else []
     return Text(printable("  ·  ".join(parts)), style="cyan", no_wrap=True, overflow="ellipsis")
-
-
-def _last(records: list[Record], key: str) -> float | None:
-    return next((record[key] for record in reversed(records) if key in record), None)

@@ -210,7 +210,7 @@ class Checkpoints:
                 await _all([role.begin_checkpoint(directory) for role, directory in trained])
                 write_durably(partial / "controller.json", state.to_json())
                 if len(state.waiting):
-                    write_durably(partial / "waiting_groups", dump(state.waiting))
+                    await asyncio.to_thread(_write_waiting, partial / "waiting_groups", state.waiting)
                 yield
             except Exception:
                 with suppress(Exception):
@@ -262,6 +262,10 @@ class Checkpoints:
     def _best(self) -> str | None:
         pointer = self.run_dir / "best"
         return pointer.read_text(encoding="utf-8").strip() if pointer.exists() else None
+
+
+def _write_waiting(path: Path, groups: DataProto) -> None:
+    write_durably(path, dump(groups))
 
 
 async def _all(calls: Sequence[Awaitable[None]]) -> None:

@@ -40,7 +40,7 @@ from rolemesh.services.controller.run.data_sets import (
 from rolemesh.services.controller.run.decision import named_checkpoint, start_of
 from rolemesh.services.controller.run.kept_settings import NUM_PROMPTS, file_digests, settings_to_keep
 from rolemesh.services.controller.run.profile import profiled
-from rolemesh.services.controller.run.run_dir import MetricsFile, answers, dump, read_metrics, write_config
+from rolemesh.services.controller.run.run_dir import MetricsFile, read_metrics, write_answers, write_config
 from rolemesh.services.controller.run.stopwatch import Stopwatch, WarmingActor, timed
 from rolemesh.services.controller.service.status import RunStatus, State
 from rolemesh.services.controller.stages.advantages import REWARD_KL
@@ -212,7 +212,8 @@ class Run:
         else:  # roles may have been trained by a controller that ended before its first checkpoint
             await gather(self._roles.actor.load_checkpoint(None), self._roles.critic.load_checkpoint(None))
         start.write_down()
-        self._checkpoints.clear_partial()  # after a load, no role writes for an earlier controller
+        # After a load, no role writes for an earlier controller.
+        await asyncio.to_thread(self._checkpoints.clear_partial)
         CHECKPOINT_WRITTEN.set(start.checkpoint.stat().st_mtime if start.checkpoint else time.time())
         if self.job.generates:
             await self._roles.sync_weights(step or 0)
@@ -268,14 +269,13 @@ class Run:
         if number <= self.job.trainer.critic_warmup:
             roles = replace(roles, actor=WarmingActor(roles.actor))
         metrics = await page_of(self.job)(prompts, roles, step)
-        seconds = time.perf_counter() - began
-
         batch = step.batch
         assert batch is not None, "a page ends with step.report"
         if self.job.algorithm.use_kl_in_reward:
             self._kl.update(metrics[REWARD_KL], len(batch))
         if self.job.generates and (directory := self.job.trainer.rollout_data_dir):
-            dump(answers(batch, number, self._texts), directory, number)
+            await write_answers(batch, number, self._texts, directory)
+        seconds = time.perf_counter() - began
         return {
             "training/epoch": float(self._order.epoch(position)),
             **metrics,
@@ -286,18 +286,16 @@ class Run:
 
     async def _validate(self, number: int) -> Metrics:
         assert self._val is not None
-        prompts = self._val.batches(self.job.data.val_batch_size)
+        prompts, trainer = self._val.batches(self.job.data.val_batch_size), self.job.trainer
         with self._stopwatch("testing"):
             if self.job.generates:
                 batch, metrics = await validate(prompts, self._roles, self.job)
+                directory, num_shown = trainer.validation_data_dir, trainer.log_val_generations
+                self._answers = await write_answers(batch, number, self._texts, directory, num_shown)
             elif self.job.page.learns_from == "pairs":
                 metrics = await validate_pairs(prompts, self._roles, self.job)
             else:
                 metrics = await validate_loss(prompts, self._roles)
-        if self.job.generates:
-            rows = answers(batch, number, self._texts)
-            dump(rows, self.job.trainer.validation_data_dir, number)
-            self._answers = rows[: self.job.trainer.log_val_generations]
         return metrics | {"timing_s/testing": self._stopwatch.take()["timing_s/testing"]}
 
     async def _save(self, number: int, metrics: Metrics, best: bool) -> None:

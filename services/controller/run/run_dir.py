@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
@@ -11,6 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from rolemesh.agents.turns import written
 from rolemesh.config import JobConfig
@@ -141,6 +145,23 @@ def address_shown(run_dir: Path, address: str, life: str) -> Iterator[None]:
             path.unlink()
 
 
+async def write_answers(
+    batch: DataProto, step: int, texts: ResponseTexts, directory: str | None, num_shown: int = 0
+) -> list[dict[str, Any]]:
+    """Write a batch, as `answers` shows it, to <directory>/<step>.jsonl, and return the first `num_shown` rows.
+
+    Without a directory only these are decoded. A long row takes some 10 ms, so a thread does all this,
+    and the event loop goes on.
+    """
+
+    def written_rows() -> list[dict[str, Any]]:
+        rows = answers(batch if directory else batch[:num_shown], step, texts)
+        dump(rows, directory, step)
+        return rows[:num_shown]
+
+    return await asyncio.to_thread(written_rows)
+
+
 def answers(batch: DataProto, step: int, texts: ResponseTexts) -> list[dict[str, Any]]:
     """Convert rows to readable dicts with input, output, gts (the ground truth), score, acc, uid and others.
 
@@ -197,5 +218,5 @@ def dump(rows: list[dict[str, Any]], directory: str | None, step: int) -> None:
             (into / f"{step}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
-def _ids(ids: Any, mask: Any) -> list[list[int]]:
-    return [row[kept].tolist() for row, kept in zip(ids, mask, strict=True)]
+def _ids(ids: Tensor, mask: Tensor) -> list[list[int]]:
+    return [row.tolist() for row in torch.split(ids[mask], mask.sum(dim=1).tolist())]
