@@ -208,7 +208,7 @@ def learn(
             for name, share in own.items():
                 shares.setdefault(name, []).append(share.detach() if isinstance(share, Tensor) else share)
             for name, columns in passed.items():
-                columns.append(rows[name].cpu())
+                columns.append(rows[name])
         grad_norm = optimizer.step()
     except BaseException as error:
         _abandon(model, error)
@@ -216,7 +216,8 @@ def learn(
     finally:
         model.eval()
     facts = {"totals": _totals(shares), "grad_norm": grad_norm}
-    return DataProto({name: torch.cat(columns) for name, columns in passed.items() if columns}, meta_info=facts)
+    answer = {name: torch.cat(columns).cpu() for name, columns in passed.items() if columns}
+    return DataProto(answer, meta_info=facts)
 
 
 def _abandon(model: nn.Module, error: BaseException) -> None:

@@ -76,7 +76,8 @@ class Ahead:
             self._check_rows(number, prompts, begun.rows if begun else self._upcoming(number, sampling))
         self._begin(number, sampling, prompts)
         for later in range(number + 1, number + 1 + self._max_staleness):
-            self._begin(later, sampling, self._upcoming(later, sampling))
+            if (later, sampling) not in self._begun:
+                self._begin(later, sampling, self._upcoming(later, sampling))
         return self._begun.pop((number, sampling))
 
     def _check_rows(self, number: int, prompts: DataProto, expected: DataProto | None) -> None:

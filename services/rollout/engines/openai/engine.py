@@ -238,9 +238,9 @@ class OpenAIEngine:
             columns["response_mask"][i, here] = True
             columns["rollout_log_probs"][i, here] = torch.tensor(made.log_probs)
             columns["weight_versions"][i, here] = torch.tensor(made.versions)
-            if num_kept:
-                for t, kept in enumerate(made.kept_ids):
-                    columns["kept_ids"][i, first + t, : len(kept)] = torch.tensor(kept, dtype=torch.int32)
+            if num_kept and made.kept_ids:
+                kept = [ids + [-1] * (num_kept - len(ids)) for ids in made.kept_ids]
+                columns["kept_ids"][i, first : first + len(kept)] = torch.tensor(kept, dtype=torch.int32)
         return DataProto(columns)
 
     # --------------------------------------------------------------------------- weights
