@@ -68,7 +68,7 @@ def dense_batch(num_bytes: int) -> DataProto:
 
 
 def ppo_batch() -> DataProto:
-    """What an update reads, 512 rows of 512 + 1024 tokens of which 39 % are not padding."""
+    """What an update reads, 512 rows of 512 + 1024 tokens of which 40 % are not padding."""
     torch.manual_seed(0)
     rows, prompt, response = 512, 512, 1024
     prompt_lengths = torch.randint(60, 340, (rows, 1))
