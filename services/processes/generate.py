@@ -38,7 +38,8 @@ def generate_file(job: JobConfig, output: Path, log_probs: bool) -> None:
     check_role(job, "rollout", "generate")
     if not job.data.has_validation:
         raise InvalidConfig("data.val_files is empty; set it to the file with the prompts")
-    if reason := equal_answers(job, "rollout.val_kwargs"):
+    key = "rollout.val_kwargs"  # not checked yet if the job's runs do not validate
+    if reason := job.rollout.raised_temperature(key) or equal_answers(job, key):
         raise InvalidConfig(reason)
     check_output(output, ".parquet")
     job = fetched(job)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.text import Text
 
 from rolemesh.catalog.catalog import load
 from rolemesh.catalog.roles import ROLES
@@ -25,6 +26,7 @@ from rolemesh.planner.memory import role_shapes
 from rolemesh.planner.refusal import refuse_what_cannot_fit, refuse_what_gpus_cannot_hold
 from rolemesh.rpc.serving.server import serve_metrics
 from rolemesh.services.controller.display.summary import Summary
+from rolemesh.services.controller.display.table import log_console
 from rolemesh.services.controller.main import (
     Brakes,
     checked_run,
@@ -45,7 +47,7 @@ from rolemesh.services.processes.role_processes import (
     role_processes,
     visible_gpus,
 )
-from rolemesh.telemetry.logs import MessageFormatter
+from rolemesh.telemetry.logs import MessageFormatter, printable_lines
 from rolemesh.telemetry.metrics import CONTROLLER
 from rolemesh.wire.allocator import tune
 from rolemesh.workers.devices import resolve_device
@@ -62,7 +64,7 @@ async def launch(job: JobConfig) -> Summary:
     """Start the job's roles, train, and end the roles, also after an error.
 
     If a role is lost after the run has written a checkpoint, all roles are started anew, and the run goes on
-    from there. If one is lost again before the next checkpoint, the run ends.
+    from there. If one is lost again before the next checkpoint, or after a request to stop, the run ends.
 
     Raises:
         RolemeshError: the job cannot be run, a role ended, or a step failed.
@@ -72,21 +74,23 @@ async def launch(job: JobConfig) -> Summary:
     checkpoints = Checkpoints(job.run_dir)
     while True:
         began = start_of(job, checkpoints).checkpoint
+        run = await checked_run(job)
 
         def may_go_on(began: Path | None = began) -> bool:
             return checkpoints.latest() != began and not job.trainer.val_only
 
+        run.status.may_go_on = may_go_on  # so `rolemesh watch` does not take the loss of a role for the end
         try:
-            return await _launch(job, scraped, may_go_on)
+            return await _launch(job, run, scraped)
         except RoleUnavailable as lost:
-            if not may_go_on():
+            if not run.status.goes_on:
                 raise
-            log.warning("%s; starting all roles anew, and going on from %s", lost, checkpoints.latest())
+            # Not logged: a log line would have the lines of the process's log in one.
+            log_console().print(Text(printable_lines(str(lost)), style="yellow"), soft_wrap=True)
+            log.warning("starting all roles anew, and going on from %s", checkpoints.latest())
 
 
-async def _launch(job: JobConfig, scraped: str, may_go_on: Callable[[], bool]) -> Summary:
-    run = await checked_run(job)
-    run.status.may_go_on = may_go_on  # so that `rolemesh watch` does not take the loss of a role for the end
+async def _launch(job: JobConfig, run: Run, scraped: str) -> Summary:
     if summary := run.finished():
         run.display.close()
         run.display.summary(summary)

@@ -17,12 +17,13 @@ from in_process import small_job
 from server_addresses import reserved_port
 from serving import reward_job, served
 
-from rolemesh.errors import RolemeshError, RoleUnavailable
+from rolemesh.errors import RolemeshError, RoleTimeout, RoleUnavailable
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import methods
 from rolemesh.rpc.calling.clients import RewardClient
 from rolemesh.rpc.calling.replica import MAX_WHY
 from rolemesh.rpc.serving.server import RoleServer
+from rolemesh.services.command_line import controller_client
 from rolemesh.services.command_line.controller_client import (
     FAILED,
     code_of,
@@ -229,6 +230,25 @@ async def test_a_run_that_ends_as_soon_as_it_is_stopped_was_stopped(capsys: pyte
     assert await steer(server.address, "Stop") == 0
     assert capsys.readouterr().out == "the controller got Stop, and has ended\n"
     await ending
+
+
+async def test_a_controller_that_is_slow_to_show_its_state_has_not_ended(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Slow(ControllerServicer):
+        async def GetStatus(self, request: Any, context: Any) -> Any:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(controller_client, "ANSWER_S", 2.0)
+    status, server = RunStatus("run"), RoleServer({"controller": [SERVICE]})
+    status.set(state=State.RUNNING)
+    address = await server.start("127.0.0.1:0")
+    await server.ready({SERVICE: Slow(status)})
+    with pytest.raises(RoleTimeout):
+        await steer(address, "Pause")
+    assert status.state is State.PAUSED
+    assert "has ended" not in capsys.readouterr().out
+    await server.drain(0)
 
 
 async def test_a_watcher_that_is_interrupted_gives_the_terminal_back(

@@ -284,6 +284,12 @@ def test_commands_that_cannot_be_done_are_refused(tiny_model: Path, tmp_path: Pa
         InvalidConfig, match=r"rollout\.val_kwargs\.n is 2, .*so all answers to a prompt are the same"
     ):
         generate_file(greedy, tmp_path / "out.parquet", log_probs=False)
+    sampling = ["rollout.val_kwargs.do_sample=true", "rollout.val_kwargs.temperature=0.005"]
+    raised = small_job(
+        tmp_path, tiny_model, "run", "trainer.val_before_train=false", "rollout.name=vllm", *sampling
+    )
+    with pytest.raises(InvalidConfig, match=r"rollout\.val_kwargs\.temperature is 0\.005, but engine vllm"):
+        generate_file(raised, tmp_path / "out.parquet", log_probs=False)
 
 
 def test_two_commands_do_not_fill_one_output(tiny_model: Path, tmp_path: Path) -> None:

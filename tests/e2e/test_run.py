@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -198,7 +199,8 @@ async def test_a_run_goes_on_by_itself_after_a_role_is_lost_and_ends_with_the_bi
     states = await watching
     assert states[-1] == pb.RUN_STATE_FINISHED
     assert pb.RUN_STATE_FAILED not in states
-    assert "actor-0-rank-1 (pid" in output
+    # The lines of its log stay lines.
+    assert re.search(r"^actor-0-rank-1 \(pid \d+\) was killed by SIGKILL; the end of .*:\n  \| ", output, re.M)
     assert "others-0 (with rollout, reference, critic, reward, pid" in output
     assert output.count("starting all roles anew") == 2
     assert not living(job)
@@ -212,6 +214,27 @@ async def test_a_run_goes_on_by_itself_after_a_role_is_lost_and_ends_with_the_bi
     for role in ("actor", "critic"):
         files = [j.run_dir / "global_step_3" / role / "model.safetensors" for j in (job, unbroken)]
         assert files[0].read_bytes() == files[1].read_bytes()
+
+
+async def test_a_run_that_was_asked_to_stop_is_not_started_anew(tiny_model: Path, tmp_path: Path) -> None:
+    steps = ("trainer.save_freq=1", "trainer.total_training_steps=3", "placement.strategy=collocate")
+    plain = small_job(tmp_path, tiny_model, "run", *steps)
+    with gate(tmp_path / "reached") as reached, gate(tmp_path / "release") as release:
+        job = stopping(plain, reached.path, release.path, "9")  # in step 2
+        async with rolemesh("run", written(job, tmp_path)) as launched:
+            async with asyncio.timeout(DEADLINE_S):
+                await reached.passed(launched.ended())
+                await is_saved(job, 1)
+            watching = asyncio.create_task(states_of(str(job.run_dir)))
+            launched.process.send_signal(signal.SIGINT)
+            await launched.says("stopping after this step")
+            os.kill(pids(job)["all-0"], signal.SIGKILL)
+            code, output = await launched.end()
+    assert code == 1, output
+    assert "error: all-0 (with" in output
+    assert "starting all roles anew" not in output
+    assert (await watching)[-1] == pb.RUN_STATE_FAILED
+    assert not living(job)
 
 
 async def test_a_role_that_never_becomes_ready_is_named_with_its_log(

@@ -33,7 +33,7 @@ class RunStatus:
         on_change: called after every change of state, phase or records.
         on_step: called when the run starts, and when a step has ended.
         on_pause: called when the run pauses, and when it continues.
-        may_go_on: returns whether the run is started anew if a role is lost now.
+        may_go_on: returns whether the run is started anew if a role is lost now and no stop was requested.
     """
 
     def __init__(self, job: str) -> None:
@@ -62,6 +62,11 @@ class RunStatus:
             return State.PAUSED
         return self._state
 
+    @property
+    def goes_on(self) -> bool:
+        """True if the run is started anew should a role be lost now; never after a request to stop."""
+        return not self.stop_requested and self.may_go_on()
+
     def set(
         self,
         *,
@@ -83,8 +88,8 @@ class RunStatus:
 
     def fail(self, error: BaseException) -> None:
         """Set FAILED; or STARTING if a role was lost and the run goes on by itself."""
-        lost = isinstance(error, RoleUnavailable | asyncio.CancelledError) and not self.stop_requested
-        self.set(state=State.STARTING if lost and self.may_go_on() else State.FAILED)
+        lost = isinstance(error, RoleUnavailable | asyncio.CancelledError)
+        self.set(state=State.STARTING if lost and self.goes_on else State.FAILED)
 
     def add(self, *records: Record) -> None:
         """Add records of steps, and notify watchers."""
