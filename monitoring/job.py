@@ -17,8 +17,16 @@ from monitoring.panels import (
 )
 
 DESCRIPTION = "Does the policy learn, how fast, and how much could a failure lose."
-# Seconds of a step. Those of one are shown until the next one ends, so there is a mean though it takes hours.
-PACE = "max(avg_over_time({}[30m]))".format(run("rolemesh_step_metric", 'name="timing_s/step"'))
+ENDED, STEPS = run("rolemesh_step_ended_timestamp_seconds"), run("rolemesh_step_seconds_count")
+STEP_S = "max({})".format(run("rolemesh_step_metric", 'name="timing_s/step"'))
+SINCE_S = f"time() - max({ENDED} > 0)"
+AGO = "min_over_time(({}{})[30m:30s])"
+# Seconds from the end of one step to that of the next. If no step has ended for half an hour, those of the last
+# step, or those that have passed since.
+PACE = (
+    f"(max(({ENDED} - {AGO.format(ENDED, ' > 0')}) / ({STEPS} - {AGO.format(STEPS, '')} > 0)) "
+    f"or {SINCE_S} > {STEP_S} or {STEP_S})"
+)
 
 
 def job() -> Dashboard:
@@ -51,7 +59,7 @@ def _now() -> list[Panel]:
         number(
             "Since the last step",
             "Time since the last step, or a pause after it, ended.",
-            Query(f"time() - max({run('rolemesh_step_ended_timestamp_seconds')} > 0)"),
+            Query(SINCE_S),
             "s",
         ),
         number(
@@ -155,7 +163,7 @@ def _speed() -> list[Panel]:
         ),
         lines(
             "Steps per hour",
-            "At the pace of the last half hour.",
+            "By the clock in the last half hour, with validations and pauses. While no step ends, it falls.",
             Query(f"3600 / {PACE}", "steps/h"),
             least=0,
         ),
@@ -167,7 +175,7 @@ def _speed() -> list[Panel]:
         lines(
             "Time since",
             "Time since the last step, or a pause after it, ended, and since the last checkpoint was written.",
-            Query(f"time() - max({run('rolemesh_step_ended_timestamp_seconds')} > 0)", "step"),
+            Query(SINCE_S, "step"),
             Query(f"time() - max({run('rolemesh_checkpoint_timestamp_seconds')} > 0)", "checkpoint"),
             unit="s",
             width=12,

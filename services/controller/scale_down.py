@@ -12,15 +12,12 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from rolemesh.errors import InvalidConfig, RolemeshError
 from rolemesh.kubernetes import Absent, Cluster, Unreachable
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 NO_REPLICAS = {"spec": {"replicas": 0}}
 REPLICAS = "rolemesh.dev/replicas"  # on a workload: how many pods its values ask for
@@ -64,7 +61,8 @@ _BRINGS_BACK = {
     "raycluster": """kubectl -n {} patch {} --type=merge -p '{{"spec": {{"suspend": false}}}}'""",
 }
 PATIENCE_S = 600.0  # managed control planes are away for minutes during an upgrade
-RETRY_S = 1.0  # doubled after each attempt, up to LONGEST_RETRY_S
+START_PATIENCE_S = 10.0  # of a start, which is repeated if roles lack pods
+RETRY_S = 1.0  # doubled after each round, up to LONGEST_RETRY_S
 LONGEST_RETRY_S = 30.0
 
 
@@ -98,24 +96,23 @@ async def scale_down(to_zero: Sequence[Workload], cluster: Cluster) -> None:
 
     While the API server does not answer, this tries for PATIENCE_S, as nobody else would release the GPUs.
     """
-    deadline = time.monotonic() + PATIENCE_S
-    for workload in to_zero:
-        path, change, by_hand = KINDS[workload.kind]
-        where = {"namespace": cluster.namespace, "name": workload.name}
-        try:
-            if change is None:
-                await _delete(cluster, path.format(**where), deadline)
-                continue
-            await _patch(cluster, path.format(**where), change, deadline)
-            log.info("scaled down %s %s", workload.kind, workload.name)
-        except RolemeshError as error:
-            log.warning(
-                "could not scale down %s %s: %s; scale it by hand: %s",
-                workload.kind,
-                workload.name,
-                error,
-                by_hand.format(**where),
-            )
+
+    async def scale(workload: Workload, path: str) -> None:
+        change = KINDS[workload.kind][1]
+        if change is None:
+            with suppress(Absent):  # disruptionBudgets is false, or an earlier attempt deleted it
+                await cluster.delete(path)
+            return
+        await cluster.patch(path, change)
+        log.info("scaled down %s %s", workload.kind, workload.name)
+
+    def give_up(workload: Workload, error: Exception) -> None:
+        by_hand = KINDS[workload.kind][2].format(namespace=cluster.namespace, name=workload.name)
+        log.warning(
+            "could not scale down %s %s: %s; scale it by hand: %s", workload.kind, workload.name, error, by_hand
+        )
+
+    await _in_rounds(to_zero, cluster, scale, give_up, PATIENCE_S)
 
 
 async def scale_down_in_pod(to_zero: Sequence[Workload]) -> None:
@@ -140,26 +137,26 @@ async def scale_up(workloads: Sequence[Workload], cluster: Cluster, *, sets_repl
         sets_replicas: scale Deployments and StatefulSets with fewer pods than their annotation REPLICAS up to
             it. False: Helm does it. Those that have more, because somebody scaled them, keep them.
     """
-    deadline = time.monotonic() + PATIENCE_S
-    for workload in workloads:
-        where = {"namespace": cluster.namespace, "name": workload.name}
-        path = KINDS[workload.kind][0].format(**where)
-        try:
-            if workload.kind == "scaledobject":
-                await _patch(cluster, path, UNPAUSED, deadline)
-            elif workload.kind == "raycluster":
-                # Only if it is suspended: KubeRay replaces all pods when a field that was absent becomes false.
-                found = await _retried(partial(cluster.get, path), deadline)
-                if found["spec"].get("suspend"):
-                    await _patch(cluster, path, RESUMED, deadline)
-            elif sets_replicas and path.endswith("/scale"):
-                found = await cluster.get(path.removesuffix("/scale"))
-                wanted = int(found["metadata"].get("annotations", {}).get(REPLICAS, "1"))
-                if found["spec"].get("replicas", 1) < wanted:
-                    await _patch(cluster, path, {"spec": {"replicas": wanted}}, deadline)
-                    log.info("scaled %s %s up to %d", workload.kind, workload.name, wanted)
-        except (RolemeshError, ValueError) as error:  # ValueError: REPLICAS is no number
-            log.warning("could not scale up %s %s: %s", workload.kind, workload.name, error)
+
+    async def scale(workload: Workload, path: str) -> None:
+        if workload.kind == "scaledobject":
+            await cluster.patch(path, UNPAUSED)
+        elif workload.kind == "raycluster":
+            # Only if it is suspended: KubeRay replaces all pods when a field that was absent becomes false.
+            found = await cluster.get(path)
+            if found["spec"].get("suspend"):
+                await cluster.patch(path, RESUMED)
+        elif sets_replicas and path.endswith("/scale"):
+            found = await cluster.get(path.removesuffix("/scale"))
+            wanted = int(found["metadata"].get("annotations", {}).get(REPLICAS, "1"))
+            if found["spec"].get("replicas", 1) < wanted:
+                await cluster.patch(path, {"spec": {"replicas": wanted}})
+                log.info("scaled %s %s up to %d", workload.kind, workload.name, wanted)
+
+    def give_up(workload: Workload, error: Exception) -> None:
+        log.warning("could not scale up %s %s: %s", workload.kind, workload.name, error)
+
+    await _in_rounds(workloads, cluster, scale, give_up, START_PATIENCE_S)
 
 
 async def refuse_scaled_down(needed: Sequence[Workload], cluster: Cluster) -> None:
@@ -183,25 +180,43 @@ async def refuse_scaled_down(needed: Sequence[Workload], cluster: Cluster) -> No
         )
 
 
-async def _patch(cluster: Cluster, path: str, change: dict[str, Any], deadline: float) -> None:
-    await _retried(lambda: cluster.patch(path, change), deadline)
+async def _in_rounds(
+    workloads: Iterable[Workload],
+    cluster: Cluster,
+    act: Callable[[Workload, str], Awaitable[None]],
+    give_up: Callable[[Workload, Exception], None],
+    patience_s: float,
+) -> None:
+    """Act on each workload, and in further rounds on those for which the API server did not answer.
 
+    One kind may get no answer while others do: its admission webhook is down.
 
-async def _delete(cluster: Cluster, path: str, deadline: float) -> None:
-    with suppress(Absent):  # disruptionBudgets is false, or an earlier attempt deleted it
-        await _retried(lambda: cluster.delete(path), deadline)
-
-
-async def _retried(request: Callable[[], Awaitable[T]], deadline: float) -> T:
-    """Return the request's answer. While the API server does not answer, repeat it until the deadline."""
-    wait_s = RETRY_S
-    while True:
-        try:
-            return await request()
-        except Unreachable as error:
-            left_s = deadline - time.monotonic()
-            if left_s < wait_s:
-                raise
-            log.info("trying for another %.0f s: %s", left_s, error)
+    Args:
+        workloads: the workloads.
+        cluster: of their namespace.
+        act: gets a workload and its API path.
+        give_up: gets a workload for which `act` failed, or still got no answer after `patience_s`.
+        patience_s: no round begins later.
+    """
+    deadline, wait_s = time.monotonic() + patience_s, RETRY_S
+    left = list(workloads)
+    while left:
+        silent: list[tuple[Workload, Unreachable]] = []
+        for workload in left:
+            path = KINDS[workload.kind][0].format(namespace=cluster.namespace, name=workload.name)
+            try:
+                await act(workload, path)
+            except Unreachable as error:
+                silent.append((workload, error))
+            except (RolemeshError, ValueError) as error:  # ValueError: REPLICAS is no number
+                give_up(workload, error)
+        left = [workload for workload, _ in silent]
+        left_s = deadline - time.monotonic()
+        if left_s < wait_s:
+            for workload, why in silent:
+                give_up(workload, why)
+            return
+        if silent:
+            log.info("trying for another %.0f s: %s", left_s, silent[0][1])
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_RETRY_S)

@@ -121,6 +121,23 @@ async def test_replicas_that_somebody_has_added_are_kept_and_a_workload_that_is_
     assert "could not scale up deployment d: invalid literal" in caplog.text
 
 
+async def test_a_start_scales_up_what_it_can_and_waits_for_no_kind_that_gets_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A start without its pods fails, and the next one tries again. After a run nobody would."""
+    assert scale_down.START_PATIENCE_S <= 10
+    monkeypatch.setattr(scale_down, "START_PATIENCE_S", 0.0)
+    some = workloads(["scaledobject/job-reward,deployment/a"])
+    async with api_server(tmp_path) as api:
+        scaling = asyncio.create_task(scale_down.scale_up(some, api.cluster, sets_replicas=True))
+        request, _ = await patched(api, SCALED_OBJECT)
+        await request.answer({"message": "failed calling webhook"}, 500)
+        await (await asked(api, "deployments/a")).answer(of_values(1, now=1))
+        await scaling
+        assert api.requests.empty()
+    assert "could not scale up scaledobject job-reward: 500: failed calling webhook" in caplog.text
+
+
 async def test_whatever_keeps_pods_from_being_scaled_down_is_only_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -213,9 +230,7 @@ async def test_a_run_that_has_ended_leaves_no_pod_and_a_refusal_does_not_fail_it
         request, change = await patched(api, SCALED_OBJECT)
         assert change["metadata"]["annotations"] == {PAUSED: "0"}
         assert (job.run_dir / "metrics.jsonl").exists()  # the run is over
-        await request.answer({"message": "not now"}, 503)
-        request, _ = await patched(api, SCALED_OBJECT)
-        await request.answer({})
+        await request.answer({"message": "not now"}, 503)  # e.g. an admission webhook; the others come first
         request, change = await patched(api, "/apis/apps/v1/namespaces/here/statefulsets/job-actor/scale")
         assert change == {"spec": {"replicas": 0}}
         await request.answer({"message": "statefulsets is forbidden"}, 403)
@@ -223,6 +238,8 @@ async def test_a_run_that_has_ended_leaves_no_pod_and_a_refusal_does_not_fail_it
         budget = "/apis/policy/v1/namespaces/here/poddisruptionbudgets/job-controller"
         assert (request.method, request.path) == ("DELETE", budget)
         await request.answer({"message": "not found"}, 404)  # there are no budgets, which is no error
+        request, _ = await patched(api, SCALED_OBJECT)
+        await request.answer({})
         await run
     assert "job-controller" not in caplog.text
     assert "scale it by hand: kubectl -n here scale statefulset job-actor --replicas=0" in caplog.text

@@ -90,23 +90,43 @@ def test_alerts_fire_when_they_should_and_only_then() -> None:
     promtool("test", "rules", str(CASES))
 
 
-def test_panels_know_the_pace_of_steps_that_are_longer_than_they_look_back(tmp_path: Path) -> None:
-    """The third step of forty minutes runs, of ten."""
+@pytest.mark.parametrize(
+    ("ends", "minutes", "at", "per_hour"),
+    [
+        ([40, 80], [40, 40], 100, 1.5),
+        ([40, 80], [40, 40], 115, 1.5),  # none has ended in the last half hour
+        ([10, 20, 30, 40], [5, 5, 5, 5], 45, 6),  # each is followed by a validation of five minutes
+        ([10, 20, 30, 40], [5, 5, 5, 5], 160, 0.5),  # it hangs
+        ([1, 30, 31, 60, 61, 90, 91], [1, 29, 1, 29, 1, 29, 1], 95, 4),
+    ],
+)
+def test_panels_know_the_pace_of_steps_by_the_clock(
+    ends: list[int], minutes: list[int], at: int, per_hour: float, tmp_path: Path
+) -> None:
+    """The run's process is seen from minute 0 on, and its steps begin at minute 1."""
     asked = {
         question.where: question.expr
         for question in of_panels({"namespace": "n", "job": "j", "role": ".+", "__rate_interval": "1m"})
     }
-    shown = {
-        'rolemesh_step_metric{namespace="n",rolemesh_job="j",name="timing_s/step"}': "_x40 2400x80",
-        'rolemesh_training_step{namespace="n",rolemesh_job="j"}': "0x39 1x39 2x39",
-        'rolemesh_training_steps_planned{namespace="n",rolemesh_job="j"}': "10x120",
+    made = [sum(end <= minute for end in ends) for minute in range(at + 1)]
+    labels = 'namespace="n",rolemesh_job="j"'
+    shown: dict[str, list[object]] = {
+        f'rolemesh_step_metric{{{labels},name="timing_s/step"}}': [
+            60 * minutes[n - 1] if n else "_" for n in made
+        ],
+        f"rolemesh_training_step{{{labels}}}": list(made),
+        f"rolemesh_training_steps_planned{{{labels}}}": [10] * (at + 1),
+        f"rolemesh_step_seconds_count{{{labels}}}": list(made),
+        f"rolemesh_step_ended_timestamp_seconds{{{labels}}}": [0] + [60 * [1, *ends][n] for n in made[1:]],
     }
-    expected = {"job / Steps per hour / A": 1.5, "job / Left / A": 8 * 2400}
+    expected = {"job / Steps per hour / A": per_hour, "job / Left / A": (10 - len(ends)) * 3600 / per_hour}
     case = {
         "interval": "1m",
-        "input_series": [{"series": series, "values": values} for series, values in shown.items()],
+        "input_series": [
+            {"series": series, "values": " ".join(map(str, values))} for series, values in shown.items()
+        ],
         "promql_expr_test": [
-            {"expr": asked[where], "eval_time": "115m", "exp_samples": [{"labels": "{}", "value": value}]}
+            {"expr": asked[where], "eval_time": f"{at}m", "exp_samples": [{"labels": "{}", "value": value}]}
             for where, value in expected.items()
         ],
     }
