@@ -106,8 +106,7 @@ def split_uri(uri: str) -> tuple[Repository, str]:
         InvalidData: it has another form.
     """
     found = FILE.fullmatch(uri)
-    is_name = found is not None and NAME.fullmatch(found["name"])
-    if found is None or not is_name or any(part in ("", ".", "..") for part in found["file"].split("/")):
+    if found is None or any(part in ("", ".", "..") for part in found["file"].split("/")):
         raise InvalidData(f"{uri}: expected {URI}OWNER/NAME/FILE or {URI}OWNER/NAME@REVISION/FILE")
     return Repository(found["name"], found["revision"] or "", "dataset"), found["file"]
 

@@ -212,14 +212,21 @@ def _prompt(said: Prompt, what: str) -> environment_pb2.Prompt:
 
 def _check_list(values: Any, kind: type, what: str) -> None:
     is_list = isinstance(values, Collection) and not isinstance(values, str | bytes | Mapping)
-    if not is_list or not all(isinstance(value, kind) for value in values):
+    try:
+        is_right = is_list and all(isinstance(value, kind) for value in values)
+    except TypeError:  # an array without axes
+        is_right = False
+    if not is_right:
         raise InvalidBatch(f"{what} should be a list, each a {kind.__name__}; got {reprlib.repr(values)}")
     if len(values) > MAX_TOOLS:
         raise InvalidBatch(f"{what} has {len(values)}; at most {MAX_TOOLS} are sent")
 
 
 def _max_tokens(value: Any, what: str) -> int:
-    whole = operator.index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else -1
+    try:
+        whole = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        whole = -1
     if not 0 <= whole < 1 << 32:
         raise InvalidBatch(f"{what}: max_tokens is {reprlib.repr(value)}; a number of tokens, or 0, expected")
     return whole

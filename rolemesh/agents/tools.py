@@ -21,9 +21,9 @@ class FunctionSchema(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")
-    description: str = ""
+    description: str | None = ""
     parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object", "properties": {}})
-    strict: bool = False
+    strict: bool | None = False
 
 
 class ToolSchema(BaseModel):

@@ -114,11 +114,12 @@ def _call(limits: dict[str, Any], session: socket.socket, link: socket.socket, p
             if process in ready:
                 return _how(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
             if link.fileno() in ready:
-                if not link.recv(1):  # it ends, or has closed it
-                    signal.pidfd_send_signal(process, signal.SIGKILL)
-                    return _how(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-                signal.pidfd_send_signal(process, signal.SIGSTOP)  # its threads, too, until the next call
-                return ""
+                if link.recv(1):
+                    signal.pidfd_send_signal(process, signal.SIGSTOP)  # its threads, too, until the next call
+                    return ""
+                # It ends, or the code has closed it: then the code runs to its end all the same, so that what
+                # is said does not depend on how far it came.
+                waiting.unregister(link.fileno())
     except OSError:  # it has ended
         signal.pidfd_send_signal(process, signal.SIGKILL)
         return _how(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -302,7 +303,8 @@ async def test_what_an_agent_offers_are_tools(
         return DescribeResponse(agents=[Agent(name="x", tools=offered)])
 
     async with client_of(tiny_model, tmp_path, behaviour) as client:
-        offered = [TOOL]
+        nulls = {"name": "calc", "description": None, "strict": None}  # as SDKs write fields that are not set
+        offered = [TOOL, json.dumps({"type": "function", "function": nulls})]
         described = await client.describe(DescribeRequest(agents=["x"]))
         assert described.agents[0].tools == offered
         offered = tools

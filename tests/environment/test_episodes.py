@@ -280,6 +280,8 @@ async def test_one_that_waits_for_room_gets_it_however_long_the_others_are_answe
         ("nonsense", r"should be a list of messages; got 17"),
         ("odd negative", r"turn 1: max_tokens is -1; a number of tokens, or 0, expected"),
         ("odd fraction", r"turn 1: max_tokens is 0.5;"),
+        ("odd array", r"turn 1: max_tokens is array\(\[5\]\);"),
+        ("odd array of tools", r"turn 1: tools should be a list, each a ToolUse; got array\(5\)"),
         ("odd no tools", r"turn 1: tools should be a list, each a ToolUse; got None"),
         ("odd names", r"turn 1: tools should be a list, each a ToolUse; got \['x'\]"),
         ("odd prompt", r"its prompt: tools should be a list, each a Mapping; got None"),

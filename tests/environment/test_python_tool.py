@@ -101,6 +101,9 @@ async def test_there_is_no_network_no_file_no_process(tiny_model: Path, tmp_path
         assert "the interpreter has ended: it took " in await run(bomb)
 
 
+CLOSE = "for i in range(3, 64):\n    try: os.close(i)\n    except OSError: pass\n"
+
+
 @pytest.mark.parametrize(
     ("code", "words"),
     [
@@ -111,11 +114,15 @@ async def test_there_is_no_network_no_file_no_process(tiny_model: Path, tmp_path
             "so\nError: the interpreter has ended: it ended with",
         ),
         (
-            "import os\nfor i in range(3, 64):\n    try: os.close(i)\n    except OSError: pass",
-            "Error: the inter",
+            f"import os\nprint('so')\n{CLOSE}",
+            "so\nError: the interpreter has ended: it ended with status 1.",
+        ),
+        (  # it goes on after that
+            f"import os\n{CLOSE}for _ in range(10**6): pass\nprint('so')",
+            "so\nError: the interpreter has ended: it ended with status 1.",
         ),
     ],
-    ids=["loop", "exit", "_exit", "close"],
+    ids=["loop", "exit", "_exit", "close", "close-and-go-on"],
 )
 async def test_an_interpreter_that_ends_is_said_and_the_next_is_fresh(
     tiny_model: Path, tmp_path: Path, code: str, words: str

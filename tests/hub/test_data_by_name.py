@@ -59,8 +59,10 @@ def test_the_named_files_alone_are_fetched_and_pinned(
         (f"hf://datasets/{SET}", "expected hf://datasets/OWNER/NAME/FILE"),
         (f"hf://datasets/{SET}/../a.parquet", "expected hf://datasets/OWNER/NAME/FILE"),
         (f"hf://{SET}/a.parquet", "expected hf://datasets/OWNER/NAME/FILE"),
-        ("hf://datasets/Owner/My Sums/a.parquet", "expected hf://datasets/OWNER/NAME/FILE"),
-        ("hf://datasets/../Sums/a.parquet", "expected hf://datasets/OWNER/NAME/FILE"),
+        ("hf://datasets/Owner/_absent/a.parquet", "Owner/_absent is not a dataset at http"),  # may be a name
+        ("hf://datasets/_Owner/absent/a.parquet", "_Owner/absent is not a dataset at http"),
+        ("hf://datasets/Owner/My Sums/a.parquet", "Owner/My Sums is not a name at the Hub: "),
+        ("hf://datasets/../Sums/a.parquet", "../Sums is not a name at the Hub: "),
         ("hf://datasets/Owner/Su--ms/a.parquet", "Owner/Su--ms is not a name at the Hub: "),
     ],
 )

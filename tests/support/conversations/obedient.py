@@ -6,6 +6,8 @@ import asyncio
 import os
 import sys
 
+import numpy as np
+
 from rolemesh.agents.environment import Observation, Outcome, Prompt, ToolUse
 from rolemesh.errors import InvalidData
 from rolemesh.plugins import agent
@@ -13,8 +15,10 @@ from rolemesh.plugins import agent
 ODD = {
     "negative": Observation(max_tokens=-1),
     "fraction": Observation(max_tokens=0.5),
+    "array": Observation(max_tokens=np.array([5])),
     "truth": Observation(max_tokens=True),
     "no tools": Observation(tools=None),
+    "array of tools": Observation(tools=np.array(5)),
     "names": Observation(tools=["x"]),
     "prompt": Observation(prompt=Prompt([], None)),
     "set": Observation(prompt=Prompt([], [{"x": {1}}])),
