@@ -143,7 +143,7 @@ class Talk:
 
 
 async def test_epochs_are_counted_over_the_prompts_that_are_short_enough_with_their_tools(
-    tmp_path: Path, talkative_model: Path
+    tmp_path: Path, talkative_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Ten prompts, of which six leave room for a tool's name: two epochs are 3 steps of four, and not 5."""
     model = shutil.copytree(talkative_model, tmp_path / "model")
@@ -174,4 +174,7 @@ async def test_epochs_are_counted_over_the_prompts_that_are_short_enough_with_th
     finished = again.finished()  # by the number of prompts that the checkpoint has: no role need start for it
     assert finished is not None
     assert (finished.step, finished.total_steps) == (3, 3)
+    assert (
+        "had 6 prompts that are short enough with their tools, and data.train_files now has 10" in caplog.text
+    )
     forget(str(tmp_path / "measurer.py"))

@@ -32,7 +32,7 @@ from rolemesh.errors import CheckpointFailed, InvalidBatch, InvalidConfig, RoleU
 from rolemesh.roles import Actor, Critic, NoCritic, Roles
 from rolemesh.services.controller.record import METRICS_FILE
 from rolemesh.services.controller.run.durably import sync, write_durably
-from rolemesh.services.controller.run.kept_settings import RULES, compare
+from rolemesh.services.controller.run.kept_settings import NUM_PROMPTS, RULES, compare
 from rolemesh.tasks import gather
 from rolemesh.wire.codec import dump, load_batch
 
@@ -161,7 +161,7 @@ class Checkpoints:
         Args:
             path: the checkpoint.
             settings: `settings_to_keep` of the job.
-            prompts_are_known: False leaves out what depends on the prompts.
+            prompts_are_known: as for `compare`.
 
         Raises:
             CheckpointFailed: it is not readable.
@@ -181,6 +181,15 @@ class Checkpoints:
                 f"{path} cannot be resumed exactly: {'; '.join(compared.refused)}. Set them back, or start a "
                 "new run from its weights: another trainer.experiment_name, and "
                 f"actor.model.{key}={path / 'actor'}" + "".join(f". {hint}" for hint in compared.hints)
+            )
+        num_then, num_now = (each.get(NUM_PROMPTS) for each in (state.kept_settings, settings))
+        if not prompts_are_known and num_then != num_now:
+            log.warning(
+                "%s had %s prompts that are short enough with their tools, and data.train_files now has %s "
+                "without tools; whether its rows have changed is not known",
+                path,
+                num_then,
+                num_now,
             )
         return state
 

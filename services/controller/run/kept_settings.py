@@ -273,9 +273,13 @@ def compare(kept: Mapping[str, Any], now: Mapping[str, Any], *, prompts_are_know
     Args:
         kept: `settings_to_keep` of the job that wrote the checkpoint, as its version knew them.
         now: `settings_to_keep` of the job.
-        prompts_are_known: False leaves out what depends on the prompts.
+        prompts_are_known: False if their tools are not known yet, for which a prompt may be too long. This
+            leaves out what depends on the prompts. If as many are short enough without tools as had been with
+            them, they are of the same rows, and their other columns are compared.
     """
-    unknown = () if prompts_are_known else OF_THE_DATA
+    unknown: tuple[str, ...] = () if prompts_are_known else OF_THE_DATA
+    if kept.get(NUM_PROMPTS) == now.get(NUM_PROMPTS):
+        unknown = tuple(key for key in unknown if key != COLUMNS)
     keys = [key for key in {**kept, **now} if key != IDLE and key not in unknown]
     missing = [key for key in keys if key not in kept and not BY_USE.fullmatch(key)]
     left_out = {*missing, *now.get(IDLE, ()), *(OF_ROLLOUTS - now.keys())}

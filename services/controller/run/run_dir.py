@@ -22,7 +22,7 @@ from rolemesh.config.base import absolute_path
 from rolemesh.config.yaml_file import read_yaml
 from rolemesh.data.texts import ResponseTexts
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import RolemeshError
+from rolemesh.errors import InvalidConfig, RolemeshError
 from rolemesh.home import Home, lock
 from rolemesh.rpc.term import Term
 from rolemesh.services.controller.record import ADDRESS_FILE, ENDED_AT, STEP, Record
@@ -124,9 +124,17 @@ def write_config(job: JobConfig) -> None:
     """
     job.run_dir.mkdir(parents=True, exist_ok=True)
     path = job.run_dir / "config.yaml"
-    trained = path.exists() and not read_yaml(path).get("trainer", {}).get("val_only")
-    if not (job.trainer.val_only and trained):
+    if not job.trainer.val_only or not path.exists() or _only_validated(path):
         write_durably(path, job.to_yaml())
+
+
+def _only_validated(config: Path) -> bool:
+    """Return whether it is the config.yaml of a run that only validated. False if somebody has broken it."""
+    try:
+        trainer = read_yaml(config).get("trainer")
+    except InvalidConfig:
+        return False
+    return isinstance(trainer, dict) and bool(trainer.get("val_only"))
 
 
 @contextmanager

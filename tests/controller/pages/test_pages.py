@@ -25,7 +25,7 @@ from rolemesh.roles import Metrics, Roles, Rollout
 from rolemesh.services.controller.pages.choice import page_of
 from rolemesh.services.controller.pages.step import Step
 from rolemesh.services.controller.run.loop import Run
-from rolemesh.services.controller.run.run_dir import read_metrics
+from rolemesh.services.controller.run.run_dir import read_metrics, write_config
 from rolemesh.services.controller.stages.advantages import (
     apply_kl_penalty,
     apply_rollout_correction,
@@ -290,6 +290,21 @@ async def test_val_only_validates_and_trains_nothing(tiny_model: Path, tmp_path:
     again = small_job(tmp_path, tiny_model, "run", "trainer.val_only=true", "data.val_batch_size=3")
     await train(again)
     assert load_job(job.run_dir / "config.yaml").data.val_batch_size == 3  # no run of steps was ever here
+
+
+@pytest.mark.parametrize("broken", ["a: [", "x", "trainer:", "trainer: 1", ""])
+def test_a_config_that_somebody_has_broken_ends_no_run(broken: str, tiny_model: Path, tmp_path: Path) -> None:
+    """It is a run's that trained, for all that is known: only another one that trains writes it anew."""
+    validating, training = (
+        small_job(tmp_path, tiny_model, "run", f"trainer.val_only={only}") for only in ("true", "false")
+    )
+    config = validating.run_dir / "config.yaml"
+    config.parent.mkdir(parents=True)
+    config.write_text(broken)
+    write_config(validating)
+    assert config.read_text() == broken
+    write_config(training)
+    assert config.read_text() == training.to_yaml()
 
 
 @pytest.mark.parametrize(
