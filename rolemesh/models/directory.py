@@ -9,6 +9,8 @@ from rolemesh import hub
 from rolemesh.config.model import ModelConfig
 from rolemesh.errors import ModelNotFound
 
+ADAPTER_FILE = "adapter_config.json"  # by which peft, and then transformers, recognises an adapter
+
 
 def existing_directory(config: ModelConfig, role: str, files: hub.Patterns | None = None) -> Path:
     """Return the directory of a role's model: its path, or of a Hub name the snapshot in the Hub's cache.
@@ -59,19 +61,25 @@ def hub_directory(
 
 
 def described_directory(config: ModelConfig, role: str, *, weights: bool = False) -> Path:
-    """Return the directory of a role's model, checked to have a config.json.
+    """Return the directory of a role's model, checked to have a config.json, and no adapter beside it.
 
     Args:
         config, role: as of existing_directory.
         weights: of a Hub name, the cache must have all files, and not the configuration alone.
 
     Raises:
-        ModelNotFound: as existing_directory, or there is no config.json.
+        ModelNotFound: as existing_directory, or there is no config.json, or an adapter: transformers would add
+            it to the model in some places, and not in others.
     """
     files = None if weights else hub.configuration_files(config.trust_remote_code)
     directory = existing_directory(config, role, files)
     if not (directory / "config.json").is_file():
         raise ModelNotFound(f"{role}: {directory} is not a Hugging Face model directory: it has no config.json")
+    if (directory / ADAPTER_FILE).is_file():
+        raise ModelNotFound(
+            f"{role}: {directory} has both a model and an adapter ({ADAPTER_FILE}); move the adapter's files "
+            "to a directory of their own, from which actor.model.lora_adapter_path starts"
+        )
     return directory
 
 

@@ -26,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from rolemesh.config.model import PolicyModelConfig, is_target
 from rolemesh.errors import InvalidConfig, unreadable
 from rolemesh.hub import is_name
+from rolemesh.models.directory import ADAPTER_FILE
 from rolemesh.models.loading import load_state, named_weights
 from rolemesh.ranks.agreement import on_first
 from rolemesh.ranks.files import copied, write_rows
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig  # imported where there is an adapter: it takes a second
 
 ALL_LINEAR = "all-linear"
-WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", ADAPTER_FILE
 BASE_FILE = "base_model.xxh3"
 # Keys of an adapter's configuration that, with the rank, determine the scale of B·A.
 SCALING = ("lora_alpha", "use_rslora", "alpha_pattern")
@@ -59,8 +60,8 @@ class Adapter:
         ranks: over which the model will be sharded. If it is on the device `meta`, call `begin` once it is not.
 
     Raises:
-        InvalidConfig: a target module is not a matrix of the model, or the adapter to start from is absent or
-            has another rank, alpha, kind or base model.
+        InvalidConfig: a target module is not a matrix of the model, or it is experts; or the adapter to start
+            from is absent or has another rank, alpha, kind or base model.
     """
 
     def __init__(self, model: Any, config: PolicyModelConfig, seed: int, ranks: Ranks | None = None) -> None:
@@ -71,11 +72,15 @@ class Adapter:
         self._lora = _read_config(config) if config.lora_adapter_path else _new_config(config)
         _check_targets(model, self._lora)
         with torch.random.fork_rng(devices=[]):  # A is drawn here, and drawn again below
-            inject_adapter_in_model(self._lora, model)
+            try:
+                inject_adapter_in_model(self._lora, model)
+            except ValueError as error:
+                raise InvalidConfig(f"actor.model.target_modules: {error}") from error
         self._model = model
         self._layers: dict[str, Any] = {
             name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)
         }
+        _check_layers(self._layers)
         self._names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         shapes = {name: tensor.shape for name, tensor in self.weights.items()}
         if {name: tensor.shape for name, tensor in self._initial(shapes).items()} != shapes:
@@ -281,12 +286,29 @@ def _read_config(config: PolicyModelConfig) -> LoraConfig:
         False,
         "gaussian",
     )  # other values change the base model
+    its["target_parameters"] = its["target_parameters"] or None  # peft makes it an empty list for some models
     if strange := [name for name in its if name not in ITS_OWN and its[name] != plain.get(name)]:
         raise InvalidConfig(
             f"{key}: {directory} has {strange[0]} {getattr(found, strange[0])!r}; only plain LoRA is supported"
         )
     found.lora_dropout, found.inference_mode = 0.0, False  # nothing random: rolemesh/models/loading.py
     return found
+
+
+def _check_layers(layers: Mapping[str, Any]) -> None:
+    """Check that every adapted layer is a matrix, to which its product can be added.
+
+    peft also adapts parameters that are none: the experts that are one tensor for all, and their router.
+    """
+    from peft.tuners.lora import ParamWrapper
+
+    wrapped = [name for name, layer in layers.items() if isinstance(layer, ParamWrapper)]
+    if wrapped:
+        others = sorted({name.rpartition(".")[2] for name in layers.keys() - set(wrapped)})
+        raise InvalidConfig(
+            f"actor.model.target_modules includes {wrapped[0]}. Experts that are one tensor for all, and their "
+            f"router, cannot have an adapter; set actor.model.target_modules to {others}"
+        )
 
 
 def _check_targets(model: Any, lora: LoraConfig) -> None:

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 from actors import lora_job
 from saving import saved
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rolemesh.config.job import make_job
-from rolemesh.errors import InvalidConfig
+from rolemesh.config.model import ModelConfig
+from rolemesh.errors import InvalidConfig, ModelNotFound
+from rolemesh.models.loading import load_body, load_causal_lm, load_outline, named_weights
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.services.actor.worker import ActorWorker
 
@@ -49,6 +52,35 @@ def test_a_pattern_chooses_modules_and_a_head_of_its_own_may_be_one(tmp_path: Pa
     assert len(ActorWorker(lora_job(llama, target_modules=["lm_head"])).optimizer.parameters) == 2
 
 
+def experts_in(directory: Path) -> Path:
+    """Save a tiny mixture of experts, with a tokenizer."""
+    tiny = make_tiny_model(directory, "qwen3")
+    sizes = json.loads((tiny / "config.json").read_text()) | {"num_experts": 4, "moe_intermediate_size": 32}
+    chosen = {key: sizes[key] for key in sizes if key not in {"model_type", "architectures"}}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**chosen, num_experts_per_tok=2)).save_pretrained(tiny)
+    return tiny
+
+
+async def test_experts_in_one_tensor_have_no_adapter_and_their_models_matrices_may(
+    tmp_path: Path,
+) -> None:
+    model = experts_in(tmp_path / "model")
+    with pytest.raises(InvalidConfig) as error:
+        ActorWorker(lora_job(model))
+    assert "target_modules includes model.layers.0.mlp.experts" in str(error.value)
+    others = ["k_proj", "o_proj", "q_proj", "v_proj"]
+    assert str(error.value).endswith(f"set actor.model.target_modules to {others}")
+    actor = ActorWorker(lora_job(model, target_modules=others))
+    plain = named_weights(load_causal_lm(actor.config, "actor"))
+    assert actor.adapter is not None
+    assert actor.adapter.deltas().keys() <= actor.adapter.base_weights().keys() == plain.keys()
+    (saved_at := tmp_path / "saved").mkdir()
+    await saved(actor, saved_at)
+    again = ActorWorker(lora_job(model, target_modules=others, lora_adapter_path=str(saved_at)))
+    assert again.adapter is not None
+    assert again.adapter.weights.keys() == actor.adapter.weights.keys()
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -76,6 +108,16 @@ async def test_an_adapter_that_does_not_fit_is_refused(
 def test_a_directory_that_is_not_an_adapter_is_refused(tiny_model: Path) -> None:
     with pytest.raises(InvalidConfig, match=r"is not an adapter: it needs adapter_config.json"):
         ActorWorker(lora_job(tiny_model, lora_adapter_path=str(tiny_model)))
+
+
+@pytest.mark.parametrize("load", [load_causal_lm, load_body, load_outline])
+def test_an_adapter_beside_a_model_is_refused(tmp_path: Path, load: Any) -> None:
+    directory = make_tiny_model(tmp_path, "qwen2")
+    (directory / "adapter_config.json").write_text("{}")
+    with pytest.raises(
+        ModelNotFound, match=r"has both a model and an adapter .* actor\.model\.lora_adapter_path"
+    ):
+        load(ModelConfig(path=str(directory)), "actor")
 
 
 @pytest.mark.parametrize(
