@@ -364,3 +364,12 @@ async def test_rows_of_a_validation_have_no_kept_ids(tiny_model: Path):
     assert "kept_ids" in await generated(worker, prompts_of(2))
     assert "kept_ids" not in await generated(worker, prompts_of(2, "validation"))
     worker.close()
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 4, "top_p": 0.9}])
+async def test_logits_that_are_not_finite_are_named(tiny_model: Path, filters: dict[str, Any]) -> None:
+    worker = RolloutWorker(job_of(tiny_model, **filters))
+    worker._engine.model.lm_head.weight.data[7] = torch.nan
+    with pytest.raises(RoleFailed, match="the model's logits are not finite"):
+        await generated(worker, prompts_of(3))
+    worker.close()

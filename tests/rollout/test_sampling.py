@@ -1,5 +1,7 @@
 """The filtered distribution by hand, and that tokens come out of it as often as they should."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -110,3 +112,15 @@ def test_a_stream_is_the_rows_own_and_a_longer_one_begins_with_it():
     assert not torch.equal(among[0], among[2])
     assert ((among >= 0) & (among < 1)).all()
     assert torch.equal(draw_uniforms([-(2**63), 2**63 - 1], 1).isfinite(), torch.ones(2, 1, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+@pytest.mark.parametrize("sampling", [{}, {"top_k": 2}, {"do_sample": False}])
+def test_logits_that_are_not_finite_give_a_token_whose_log_prob_is_not(
+    wrong: float, sampling: dict[str, Any]
+) -> None:
+    logits = LOGITS.repeat(2, 1)
+    logits[0, 1] = wrong
+    tokens, log_probs, _ = sample(logits, torch.tensor([0.5, 0.5]).double(), SamplingConfig(**sampling))
+    assert ((tokens >= 0) & (tokens < 4)).all()
+    assert log_probs.isfinite().tolist() == [False, True]

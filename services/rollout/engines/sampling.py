@@ -61,7 +61,8 @@ def sample(logits: Tensor, uniforms: Tensor, sampling: SamplingConfig) -> tuple[
 
     Returns:
         tokens [B] int64, their log-probabilities [B] float32 in `log_distribution`, and the tokens that could
-        be sampled [B, sampling.num_kept] int32: the likeliest first, -1 after the last.
+        be sampled [B, sampling.num_kept] int32: the likeliest first, -1 after the last. Of logits that are not
+        finite the log-probability is not either.
     """
     log_probs, kept_ids = _distribution(logits, sampling)
     if sampling.greedy:
@@ -71,7 +72,8 @@ def sample(logits: Tensor, uniforms: Tensor, sampling: SamplingConfig) -> tuple[
         total = cumulative[:, -1:].contiguous()
         tokens = torch.searchsorted(cumulative, uniforms[:, None] * total, right=True)
         # Rounding may make the product equal to the total; then take the last token with any mass.
-        tokens = tokens.minimum(torch.searchsorted(cumulative, total))
+        # Without any, as of NaN, the last id: its log-probability is not finite either.
+        tokens = tokens.minimum(torch.searchsorted(cumulative, total)).clamp(max=logits.shape[1] - 1)
     return tokens[:, 0], log_probs.gather(-1, tokens)[:, 0].float(), kept_ids
 
 

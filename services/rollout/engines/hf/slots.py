@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
+from rolemesh.errors import RoleFailed
 from rolemesh.services.rollout.engines.hf.group import Group
 from rolemesh.services.rollout.engines.rows import num_begun
 from rolemesh.services.rollout.engines.sampling import draw_uniforms
@@ -160,6 +161,11 @@ class Slots:
             "rollout_log_probs": torch.where(mask, self.log_probs[slots], 0),
             "weight_versions": torch.where(mask, versions, -1),
         }
+        if not columns["rollout_log_probs"].isfinite().all():
+            raise RoleFailed(
+                "rollout: the model's logits are not finite: its weights have diverged, or are too large for "
+                "rollout.dtype"
+            )
         if call.sampling.num_kept:
             columns["kept_ids"] = torch.where(mask[..., None], self.kept_ids[slots], -1)
         return DataProto({name: column.cpu() for name, column in columns.items()})
