@@ -91,6 +91,15 @@ class TrainedModelConfig(ModelConfig):
     )
 
     @model_validator(mode="after")
+    def _gradients_have_a_range(self) -> "TrainedModelConfig":
+        if self.dtype == "float16":
+            raise ValueError(
+                "dtype is float16, in which nothing is trained: gradients below 6e-8 would vanish without loss "
+                "scaling; set it to bfloat16 or float32"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _offload_is_of_checkpoints(self) -> "TrainedModelConfig":
         if self.enable_activation_offload and not self.enable_gradient_checkpointing:
             raise ValueError(

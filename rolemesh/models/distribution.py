@@ -125,7 +125,7 @@ def distribution_stats(
         parts = _cut(logits.numel() // BLOCK_LOGITS, logits, drawn, kept_ids)
         return _joined([wanted.of(*part) for part in parts])
 
-    num_chunks = len(hidden) // tokens_at_once(vocabulary := model.config.vocab_size)
+    num_chunks = len(hidden) // tokens_at_once(vocabulary := model.config.get_text_config().vocab_size)
     if memory_bytes is not None:
         # Few large chunks: each one launches its kernels again, and adds to the whole gradient.
         logit_bytes = LEARNT_BYTES if learns else BLOCK_BYTES

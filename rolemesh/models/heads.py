@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
 
 from rolemesh.config.model import ModelConfig
@@ -191,7 +192,7 @@ class ScoreModel(nn.Module):
     def __init__(self, body: Any, seed: int) -> None:
         super().__init__()
         self.body = body
-        self.score = ScoreHead(body.config.hidden_size, seed)
+        self.score = ScoreHead(body.config.get_text_config().hidden_size, seed)
         self.has_trained_head = False
 
     @classmethod
@@ -245,6 +246,9 @@ class ScoreModel(nn.Module):
         return write
 
     def _save_config(self, directory: Path) -> None:
+        for part in (self.body.config, self.body):
+            if part._auto_class is not None:  # its class is of the model directory, in files of Python
+                custom_object_save(part, directory, self.body.config)
         settings = self.body.config.to_dict()
         settings |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "classifier_dropout": 0.0}
         settings |= {"dtype": "float32"}

@@ -28,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 from rolemesh.config.model import AMPERE, ModelConfig, chosen_dtype
 from rolemesh.errors import ModelNotFound, unreadable
 from rolemesh.models.directory import described_directory, existing_directory
+from rolemesh.models.supported import SCORE_HEADS, attention_of, check_unread
 from rolemesh.ranks.files import reading
 
 log = logging.getLogger(__name__)
@@ -40,8 +41,6 @@ transformers_logging.set_verbosity_error()  # it warns of missing weights, which
 # transformers patches torch and its own classes while it loads a model. Two loads at once on two threads would
 # leave a model without its tied weights, and the patches in place.
 _LOADING = threading.Lock()
-
-SCORE_HEADS = ("score", "classifier", "v_head")  # names of a head with one output in Hugging Face's classes
 
 
 def resolve_dtype(dtype: str, key: str, device: torch.device) -> str:
@@ -292,7 +291,7 @@ def _load(
                 directory,
                 config=settings,
                 dtype=dtype,
-                attn_implementation="sdpa",
+                attn_implementation=attention_of(settings),
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=config.trust_remote_code,
@@ -307,6 +306,8 @@ def _load(
             f"{role}: {directory} lacks {len(missing)} of the model's weights, e.g. {missing[0]!r}; "
             "transformers would make them random"
         )
+    if getattr(settings, "quantization_config", None) is None:
+        check_unread(model, found["unexpected_keys"], directory, role)
     return model.eval()
 
 
@@ -321,7 +322,7 @@ def _outline(auto_class: Any, config: ModelConfig, role: str) -> Any:
             model = auto_class.from_config(
                 settings,
                 dtype=torch.float32,
-                attn_implementation="sdpa",
+                attn_implementation=attention_of(settings),
                 trust_remote_code=config.trust_remote_code,
             )
         if model.can_generate() and (directory / "generation_config.json").is_file():

@@ -13,7 +13,7 @@ from rolemesh.errors import ModelNotFound
 from rolemesh.models.heads import ScoreModel
 from rolemesh.models.loading import with_dtype
 from rolemesh.models.packed.attention import is_packed
-from rolemesh.models.packed.probe import remove_padding
+from rolemesh.models.packed.probe import prepare_body
 from rolemesh.models.sequence import autocast, lay_out
 from rolemesh.models.sharded import load_score_model
 from rolemesh.ranks.ranks import Ranks
@@ -54,8 +54,8 @@ class RewardModel:
 
         Raises:
             ModelNotFound: the directory is absent or incomplete, or has no head with one output.
-            InvalidConfig: its heads do not divide among the ranks that compute the same rows, or the device has
-                no such dtype.
+            InvalidConfig: it is not causal; or its heads do not divide among the ranks that compute the same
+                rows; or the device has no such dtype.
         """
         role, on, ranks = "reward.reward_model", torch.device(device), ranks or Ranks.alone()
         config = with_dtype(config, role, on)
@@ -65,8 +65,7 @@ class RewardModel:
                 f"{role}: {config.path} is not a reward model: it has no score head (a sequence- or "
                 "token-classification directory has one)"
             )
-        if config.use_remove_padding:
-            root(lambda model: remove_padding(model.body, role, config.dtype))
+        root(lambda model: prepare_body(model.body, role, config))
         if ranks.ulysses:
             key = f"{role}.ulysses_sequence_parallel_size"
             check_heads(root.model.body.config.get_text_config(), ranks.ulysses.size, key)

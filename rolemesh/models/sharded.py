@@ -32,6 +32,7 @@ from rolemesh.models.loading import (
 from rolemesh.models.lora import Adapter
 from rolemesh.models.saving import save_model
 from rolemesh.models.sequence import DTYPES
+from rolemesh.models.supported import check_unread
 from rolemesh.ranks.agreement import on_first
 from rolemesh.ranks.files import TensorFiles, copied, write_rows
 from rolemesh.ranks.ranks import Ranks
@@ -74,7 +75,7 @@ def load_policy(
             (hold_frozen if frozen else hold_base)(root, config.dtype)
         return root.to(device), adapter
     outline = load_outline(config, role)
-    source = _source_of(outline, model_directory(config, role))
+    source = _source_of(outline, model_directory(config, role), role)
     filled = _Filling.of(outline, source, ranks)
     root = Root(outline if filled else load_causal_lm(config, role))
     adapter = adapt(root.model) if adapt else None
@@ -112,9 +113,9 @@ def load_score_model(
             hold_frozen(root, config.dtype)
         return root.to(device)
     outline = ScoreModel.outline(config, role)
-    head = ScoreHead(outline.body.config.hidden_size, seed)
+    head = ScoreHead(outline.score.weight.shape[1], seed)
     outline.has_trained_head = head.load(model_directory(config, role))
-    source = _score_source(outline, model_directory(config, role), head)
+    source = _score_source(outline, model_directory(config, role), head, role)
     filled = _Filling.of(outline, source, ranks)
     root = Root(outline if filled else ScoreModel.load(config, role, seed=seed))
     if frozen:
@@ -136,7 +137,7 @@ def read_policy(model: nn.Module, config: ModelConfig, role: str) -> dict[str, T
         ValueError: it has another model.
     """
     weights = _weights(model)
-    source = _source_of(model, model_directory(config, role)) if _is_sharded(weights) else None
+    source = _source_of(model, model_directory(config, role), role) if _is_sharded(weights) else None
     return _rows(weights, source, lambda: load_causal_lm(config, role))
 
 
@@ -144,9 +145,9 @@ def read_score_model(model: ScoreModel, config: ModelConfig, role: str, seed: in
     """Read this rank's rows of a ScoreModel's weights; see read_policy. `seed` is of a new head."""
     weights, source = _weights(model), None
     if _is_sharded(weights):
-        head = ScoreHead(model.body.config.hidden_size, seed)
+        head = ScoreHead(model.body.config.get_text_config().hidden_size, seed)
         head.load(model_directory(config, role))
-        source = _score_source(model, model_directory(config, role), head)
+        source = _score_source(model, model_directory(config, role), head, role)
     return _rows(weights, source, lambda: ScoreModel.load(config, role, seed=seed))
 
 
@@ -194,8 +195,12 @@ class _Source:
         return self.files.rows(self.names[name], like)
 
 
-def _source_of(model: Any, directory: Path) -> _Source | None:
-    """Find the weights of a transformers model; None if the files have others, or in another form."""
+def _source_of(model: Any, directory: Path, role: str) -> _Source | None:
+    """Find the weights of a transformers model; None if the files have others, or in another form.
+
+    Raises:
+        ModelNotFound: as check_unread.
+    """
     files = TensorFiles.of_model(directory)
     names = {}
     for name, tensor in _weights(model).items():
@@ -204,11 +209,14 @@ def _source_of(model: Any, directory: Path) -> _Source | None:
         if found is None or files.shape(found) != tensor.shape or not files.is_float(found):
             return None
         names[name] = found
-    return None if getattr(model.config, "quantization_config", None) else _Source(files, names)
+    if getattr(model.config, "quantization_config", None):
+        return None
+    check_unread(model, files.names - set(names.values()), directory, role)
+    return _Source(files, names)
 
 
-def _score_source(model: ScoreModel, directory: Path, head: ScoreHead) -> _Source | None:
-    body = _source_of(model.body, directory)
+def _score_source(model: ScoreModel, directory: Path, head: ScoreHead, role: str) -> _Source | None:
+    body = _source_of(model.body, directory, role)
     given = {f"score.{name}": tensor for name, tensor in head.state_dict().items()}
     return body and _Source(body.files, {f"body.{name}": n for name, n in body.names.items()}, given)
 

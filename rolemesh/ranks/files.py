@@ -224,6 +224,11 @@ class TensorFiles:
         """Return whether a tensor has a plain float type, from which it can be converted to others."""
         return self._of[name].get_slice(name).get_dtype() in FLOATS
 
+    def is_nonzero(self, name: str) -> bool:
+        """Return whether a tensor has a number other than 0. Reads all of it."""
+        with reading(self._file[name]):
+            return bool(self._of[name].get_tensor(name).any())
+
     def are_equal(self, first: str, second: str, part: int, num_parts: int) -> bool:
         """Compare a part of the rows of two tensors."""
         if self.shape(first) != self.shape(second):

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from rolemesh.algos.aggregation import BatchCounts, TokenMean
 from rolemesh.config import JobConfig
-from rolemesh.config.model import ModelConfig, TrainedModelConfig
+from rolemesh.config.model import TrainedModelConfig
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import InvalidBatch, InvalidConfig
+from rolemesh.errors import InvalidBatch
 from rolemesh.models.micro_batches import MicroBatches
 from rolemesh.models.sequence import check_sequences
 from rolemesh.ranks.ranks import Ranks
@@ -27,18 +27,6 @@ from rolemesh.training.optimizer import Optimizer
 LossFunction = Callable[[DataProto, BatchCounts], tuple[Tensor, dict[str, Tensor | TokenMean]]]
 # Runs `learn` on every rank, on the ranks' rows of a mini-batch, and returns their answers.
 Learn = Callable[[DataProto, BatchCounts], Sequence[DataProto]]
-
-
-def refuse_float16(config: ModelConfig, role: str) -> None:
-    """Refuse to train in float16: without loss scaling, gradients below 6e-8 vanish.
-
-    bfloat16 has float32's range.
-
-    Raises:
-        InvalidConfig: the dtype is float16.
-    """
-    if config.dtype == "float16":
-        raise InvalidConfig(f"{role}.model.dtype: float16 cannot be trained; expected bfloat16 or float32")
 
 
 def checkpoint_activations(model: Any, config: TrainedModelConfig, device: torch.device) -> None:

@@ -22,9 +22,10 @@ from rolemesh.models.heads import VocabularyHead
 from rolemesh.models.loading import load_tokenizer, named_weights, vocabulary_of, with_dtype
 from rolemesh.models.lora import Adapter
 from rolemesh.models.micro_batches import MicroBatches
-from rolemesh.models.packed.probe import remove_padding
+from rolemesh.models.packed.probe import prepare_body
 from rolemesh.models.sequence import DTYPES, check_sequences, gathered, of_the_loss, token_stats
 from rolemesh.models.sharded import copy_policy, load_policy, read_policy
+from rolemesh.models.supported import check_positions
 from rolemesh.ranks.agreement import on_first
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.ulysses import check_heads
@@ -32,7 +33,7 @@ from rolemesh.roles import Metrics, methods
 from rolemesh.services.actor.objective import check_policy_loss, choose_tokens, policy_objective
 from rolemesh.services.actor.publishing import published_dtype
 from rolemesh.training.checkpoint import WriteModel
-from rolemesh.training.loop import Schedule, checkpoint_activations, refuse_float16, update
+from rolemesh.training.loop import Schedule, checkpoint_activations, update
 from rolemesh.training.worker import TrainedWorker
 from rolemesh.validation import BatchValidator
 from rolemesh.weights.held import HeldWeights
@@ -59,8 +60,9 @@ class PolicyWorker(LocalWorker):
 
     Raises:
         ModelNotFound: the model directory is absent or incomplete.
-        InvalidConfig: the device does not exist or has no such dtype, the architecture cannot run without
-            padding, or its head cannot have float32 logits.
+        InvalidConfig: the device does not exist or has no such dtype, the architecture is not causal or cannot
+            run without padding, its positions do not suit the rows' lengths, or its head cannot have float32
+            logits.
     """
 
     def __init__(
@@ -82,8 +84,8 @@ class PolicyWorker(LocalWorker):
         self.root, self.adapter = load_policy(config, role, ranks, fsdp, self.device, adapt, frozen=frozen)
         self.methods = methods(job)
         self.validator = BatchValidator.of(self.methods, role, vocabulary_of(self.model))
-        if config.use_remove_padding:
-            self.root(lambda model: remove_padding(model.get_decoder(), role, config.dtype))
+        check_positions(self.model.config, job, role)
+        self.root(lambda model: prepare_body(model.get_decoder(), role, config))
         if ranks.ulysses:
             key = f"{role}.ulysses_sequence_parallel_size"
             check_heads(self.model.config.get_text_config(), ranks.ulysses.size, key)
@@ -169,14 +171,12 @@ class ActorWorker(PolicyWorker, TrainedWorker):
 
     Raises:
         ModelNotFound: the model directory is absent or incomplete, or has no tokenizer.
-        InvalidConfig: the dtype is float16, which would need loss scaling; the adapter does not fit the model;
-            or as PolicyWorker.
+        InvalidConfig: the adapter does not fit the model; or as PolicyWorker.
     """
 
     def __init__(self, job: JobConfig, seat: Seat | None = None) -> None:
         actor = job.actor
         self._held: HeldWeights | None = None
-        refuse_float16(actor.model, "actor")
         check_policy_loss(job, resolve_device(job.trainer.device))
         self.schedule = Schedule(
             mini_batch_size=actor.ppo_mini_batch_size * job.rollout.n,

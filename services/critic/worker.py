@@ -15,13 +15,14 @@ from rolemesh.dataproto import DataProto
 from rolemesh.models.heads import ScoreModel
 from rolemesh.models.loading import named_weights, vocabulary_of, with_dtype
 from rolemesh.models.micro_batches import MicroBatches
-from rolemesh.models.packed.probe import remove_padding
+from rolemesh.models.packed.probe import prepare_body
 from rolemesh.models.sequence import check_sequences, gathered, of_the_loss, token_values
 from rolemesh.models.sharded import load_score_model, read_score_model
+from rolemesh.models.supported import check_positions
 from rolemesh.ranks.ulysses import check_heads
 from rolemesh.roles import Metrics, methods
 from rolemesh.training.checkpoint import WriteModel
-from rolemesh.training.loop import Schedule, checkpoint_activations, refuse_float16, update
+from rolemesh.training.loop import Schedule, checkpoint_activations, update
 from rolemesh.training.worker import TrainedWorker
 from rolemesh.validation import BatchValidator
 from rolemesh.workers.commands import Deal, command
@@ -36,8 +37,8 @@ class CriticWorker(TrainedWorker):
 
     Raises:
         ModelNotFound: the model directory is absent or incomplete.
-        InvalidConfig: the dtype is float16, which would need loss scaling; or the architecture cannot run
-            without padding; or the device does not exist or has no such dtype.
+        InvalidConfig: the architecture is not causal or cannot run without padding, or its positions do not
+            suit the rows' lengths; or the device does not exist or has no such dtype.
     """
 
     def __init__(self, job: JobConfig, seat: Seat | None = None) -> None:
@@ -45,7 +46,6 @@ class CriticWorker(TrainedWorker):
         critic = job.critic
         self.job, self.device = job, resolve_device(job.trainer.device)
         self.config = with_dtype(job.critic_model, "critic", self.device)
-        refuse_float16(self.config, "critic")
         assert critic.ppo_epochs is not None, "JobConfig fills it in"
         assert critic.shuffle is not None, "JobConfig fills it in"
         self.schedule = Schedule(
@@ -59,8 +59,8 @@ class CriticWorker(TrainedWorker):
         self.root = load_score_model(self.config, "critic", ranks, fsdp, self.device, critic.seed)
         self.methods = methods(job)
         self.validator = BatchValidator.of(self.methods, "critic", vocabulary_of(self.model.body))
-        if self.config.use_remove_padding:
-            self.root(lambda model: remove_padding(model.body, "critic", self.config.dtype))
+        check_positions(self.model.body.config, job, "critic")
+        self.root(lambda model: prepare_body(model.body, "critic", self.config))
         if ranks.ulysses:
             key = "critic.ulysses_sequence_parallel_size"
             check_heads(self.model.body.config.get_text_config(), ranks.ulysses.size, key)

@@ -13,6 +13,7 @@ from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.models.loading import load_tokenizer, vocabulary_of
 from rolemesh.models.reward_model import RewardModel
+from rolemesh.models.supported import check_positions
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.sharding import Root
 from rolemesh.threads import progress
@@ -45,6 +46,7 @@ class ModelScorer:
         self._tokenizer = load_tokenizer(config.model, "reward.reward_model")
         self.device = resolve_device(job.trainer.device)
         self._scores = RewardModel.load(config.model, self.device, ranks, config.model.fsdp_config)
+        check_positions(self._scores.model.body.config, job, "reward.reward_model")
         # A policy's embedding is often larger than its tokenizer's vocabulary, and it may sample any id of it.
         same_tokens = self._tokenizer.get_vocab() == policy_tokenizer.get_vocab()
         self._same_ids = same_tokens and vocabulary <= vocabulary_of(self._scores.model.body)

@@ -282,9 +282,11 @@ async def test_rows_that_do_not_fit_are_refused(tiny_model: Path) -> None:
         await worker.compute_log_probs(batch)
 
 
-def test_float16_is_refused_for_training(tiny_model: Path) -> None:
-    with pytest.raises(InvalidConfig, match="bfloat16"):
-        ActorWorker(actor_job(tiny_model, {"model": {"path": str(tiny_model), "dtype": "float16"}}))
+def test_a_job_that_trains_in_float16_is_refused() -> None:
+    for role in ("actor", "critic"):
+        with pytest.raises(InvalidConfig, match=f"{role}.model: dtype is float16, .* bfloat16 or float32"):
+            make_job({role: {"model": {"dtype": "float16"}}})
+    make_job({"reference": {"model": {"dtype": "float16"}}, "rollout": {"dtype": "float16"}})
 
 
 def test_an_actor_needs_a_model(tmp_path: Path) -> None:

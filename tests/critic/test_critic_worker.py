@@ -25,7 +25,7 @@ from rolemesh.config.actor import CriticConfig
 from rolemesh.config.job import make_job
 from rolemesh.config.model import ModelConfig
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import InvalidBatch, InvalidConfig, UpdateFailed
+from rolemesh.errors import InvalidBatch, UpdateFailed
 from rolemesh.models.heads import ScoreModel
 from rolemesh.models.micro_batches import MicroBatches
 from rolemesh.models.packed.probe import remove_padding
@@ -249,5 +249,3 @@ async def test_what_does_not_fit_is_refused(tiny_model: Path) -> None:
     worker = CriticWorker(critic_job(tiny_model))
     with pytest.raises(InvalidBatch, match="12 rows do not divide into mini-batches of 8"):
         await worker.update(sequence_batch(12))
-    with pytest.raises(InvalidConfig, match="float16"):
-        CriticWorker(critic_job(tiny_model, {"model": {"dtype": "float16"}}))

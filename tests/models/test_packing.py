@@ -229,7 +229,10 @@ def test_chunks_and_blocks_give_what_the_whole_gives(gradient: bool, monkeypatch
 
 @pytest.mark.parametrize(
     ("kind", "settings"),
-    [("Gemma2", {"head_dim": 8, "final_logit_softcapping": 2.0}), ("Granite", {"logits_scaling": 3.0})],
+    [
+        ("Gemma2", {"head_dim": 8, "final_logit_softcapping": 2.0, "attn_logit_softcapping": None}),
+        ("Granite", {"logits_scaling": 3.0}),
+    ],
 )
 def test_a_models_own_change_of_its_logits_is_applied(kind: str, settings: dict[str, Any]) -> None:
     model, ids = causal_lm(kind, **settings), torch.arange(3, 12)[None]

@@ -211,7 +211,12 @@ def padded_attention(
     """Compute transformers' attention sdpa, in float32 on CUDA by a fused kernel too.
 
     With a mask it repeats shared keys and values itself. Without one (no row has padding) SDPA shares them.
+
+    Raises:
+        InvalidConfig: the architecture needs something that SDPA does not have, and that it would ignore.
     """
+    if options.get("softcap") is not None or options.get("s_aux") is not None:
+        raise InvalidConfig(f"{type(module).__name__} has a soft cap or sinks, which attention sdpa does not")
     is_float32 = query.dtype == torch.float32 and not torch.is_autocast_enabled("cuda")
     if is_float32 and use_gqa_in_sdpa(attention_mask, key, value):
         key, value = for_each_head(query, key, value)

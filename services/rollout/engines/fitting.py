@@ -1,14 +1,19 @@
-"""Checks whether tensors fit a model, before the first one is fetched, and whether top_k does."""
+"""Checks whether tensors, files and top_k fit a model, before the first tensor is fetched."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from rolemesh.config.model import ModelConfig
 from rolemesh.config.rollout import RolloutConfig
-from rolemesh.errors import InvalidConfig, WeightsUnavailable
+from rolemesh.errors import InvalidConfig, ModelNotFound, WeightsUnavailable
+from rolemesh.models.directory import described_directory
+from rolemesh.models.loading import load_outline
+from rolemesh.ranks.files import TensorFiles
 
 
 def check_fit(version: int, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
@@ -34,6 +39,25 @@ def check_fit(version: int, tensors: Mapping[str, Tensor], own: Mapping[str, Ten
             + "; ".join(sorted(wrong)[:5])
             + ("; name rollout.dtype, which auto decides anew on each device" if only_types else "")
         )
+
+
+def load_served_outline(config: ModelConfig) -> Any:
+    """Make the outline of a model that another process loads, by its config.json.
+
+    Raises:
+        ModelNotFound: as load_outline; or config.json ties weights that differ in the files. transformers does
+            not tie these, but servers do.
+    """
+    outline = load_outline(config, "rollout")
+    directory = described_directory(config, "rollout", weights=True)
+    files = TensorFiles.of_model(directory)
+    for one, other in getattr(outline, "all_tied_weights_keys", {}).items():
+        if {one, other} <= files.names and not files.are_equal(one, other, 0, 1):
+            raise ModelNotFound(
+                f"rollout: config.json in {directory} ties {one} to {other} (tie_word_embeddings), but its "
+                "files have two different tensors; set tie_word_embeddings to false there"
+            )
+    return outline
 
 
 def check_kept(rollout: RolloutConfig, vocabulary: int) -> None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from rolemesh.errors import InvalidConfig
 from rolemesh.models.packed.attention import for_each_head
 
 GROUPED_ATTENTION = "rolemesh_grouped"  # name under which transformers finds it
@@ -185,9 +186,18 @@ def grouped_attention(
     *,
     reading: Pass,
     scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of a pass, with the signature that transformers calls."""
+    """Attention of a pass, with the signature that transformers calls.
+
+    Raises:
+        InvalidConfig: the architecture needs something else.
+    """
+    if softcap is not None or s_aux is not None or position_bias is not None:
+        raise InvalidConfig("its attention has a soft cap, sinks or a bias")
     return reading.attend(module.layer_idx, query, key, value, scaling), None  # type: ignore[arg-type]
 
 

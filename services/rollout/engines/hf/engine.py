@@ -16,12 +16,13 @@ from rolemesh.errors import InvalidConfig, Unsupported
 from rolemesh.models.distribution import with_head
 from rolemesh.models.heads import VocabularyHead
 from rolemesh.models.loading import load_causal_lm, named_weights, resolve_dtype, vocabulary_of
+from rolemesh.models.supported import check_positions
 from rolemesh.services.rollout.engines.ending import end_tokens
 from rolemesh.services.rollout.engines.fitting import check_fit
-from rolemesh.services.rollout.engines.hf.attention import GROUPED_ATTENTION
 from rolemesh.services.rollout.engines.hf.batch import Batch
 from rolemesh.services.rollout.engines.hf.kept import KeptRows
 from rolemesh.services.rollout.engines.hf.neutral import neutral_rows
+from rolemesh.services.rollout.engines.hf.probe import group_attention
 from rolemesh.services.rollout.engines.hf.slots import Call
 from rolemesh.services.rollout.engines.sampling import sample
 from rolemesh.weights.staging import load
@@ -47,13 +48,14 @@ class HfEngine:
         dtype = resolve_dtype(job.rollout.dtype, "rollout.dtype", self.device)
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.model = load_causal_lm(job.actor.model, "rollout").to(self.device)
-        self.model.set_attn_implementation(GROUPED_ATTENTION)
         self.called = self.model
         if job.actor.head_dtype == "float32":
             self.called = with_head(
                 self.model, VocabularyHead.of(self.model, self.dtype, job.actor.head_dtype, "rollout")
             )
         _check_lengths(self.model.config, job)
+        check_positions(self.model.config, job, "rollout")
+        group_attention(self.model)
         ends, self.pad = end_tokens(job, self.model.generation_config.eos_token_id)
         self.ends = torch.tensor(ends, device=self.device)
         with self.precision():

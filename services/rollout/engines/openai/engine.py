@@ -22,9 +22,9 @@ from rolemesh.config import JobConfig
 from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RoleUnavailable
-from rolemesh.models.loading import load_outline, load_tokenizer, named_weights, vocabulary_of
+from rolemesh.models.loading import load_tokenizer, named_weights, vocabulary_of
 from rolemesh.services.rollout.engines.ending import declared_eos, end_tokens
-from rolemesh.services.rollout.engines.fitting import check_fit, check_kept
+from rolemesh.services.rollout.engines.fitting import check_fit, check_kept, load_served_outline
 from rolemesh.services.rollout.engines.openai.folder import WeightsFolder
 from rolemesh.services.rollout.engines.openai.servers import (
     KINDS,
@@ -71,7 +71,7 @@ class OpenAIEngine:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._job, self._ssl = job, ssl.create_default_context()
         self._num_tokens = job.data.max_response_length
-        outline = load_outline(job.actor.model, "rollout")
+        outline = load_served_outline(job.actor.model)
         self.weights = named_weights(outline)
         self.vocabulary: int = vocabulary_of(outline)
         check_kept(job.rollout, self.vocabulary)

@@ -16,9 +16,9 @@ from rolemesh.config import JobConfig
 from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RoleFailed, RoleUnavailable, Unsupported
-from rolemesh.models.loading import load_outline, model_directory, named_weights, resolve_dtype, vocabulary_of
+from rolemesh.models.loading import model_directory, named_weights, resolve_dtype, vocabulary_of
 from rolemesh.services.rollout.engines.ending import declared_eos, end_tokens
-from rolemesh.services.rollout.engines.fitting import check_fit
+from rolemesh.services.rollout.engines.fitting import check_fit, load_served_outline
 from rolemesh.services.rollout.engines.rows import RowToGenerate, blank_answer, rows_to_generate
 from rolemesh.services.rollout.engines.vllm.arguments import (
     engine_arguments,
@@ -80,7 +80,7 @@ class VllmEngine:
         check_reload(Path(vllm.__file__).parent, vllm.__version__)
         self._job = job
         model_directory(job.actor.model, "rollout")  # whose weights vLLM reads
-        outline = load_outline(job.actor.model, "rollout")
+        outline = load_served_outline(job.actor.model)
         dtype: torch.dtype = getattr(torch, job.rollout.dtype)
         self.weights = {
             name: own.to(dtype) if own.is_floating_point() else own
