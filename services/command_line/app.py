@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from enum import StrEnum
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated
 
@@ -388,6 +389,8 @@ def main() -> None:
     """Run the command line. Expected errors print as one line instead of a traceback."""
     from rolemesh.errors import WRONG_INPUT, RolemeshError
 
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a policy may write any character
     try:
         app()
     except RolemeshError as error:

@@ -365,8 +365,8 @@ class Brakes:
             self._task.cancel()
             return
         self._signal = number
-        self._say(f"{number.name}: stopping after this step (send it again to stop at once)")
         self._run.request_stop()
+        self._say(f"{number.name}: stopping after this step (send it again to stop at once)")
 
     def _say(self, words: str) -> None:
         self._run.display.console.print(words, style="yellow", highlight=False)

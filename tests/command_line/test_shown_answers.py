@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from in_process_commands import rolemesh
+
+from rolemesh.services.command_line.app import main
 
 ROW: dict[str, Any] = {
     "input": "user\n12+30=", "output": "calls it 42", "gts": "42", "score": 1.0, "acc": 1.0, "step": 7,
@@ -47,6 +51,21 @@ def test_a_conversation_is_shown_turn_by_turn(run_directory: Path) -> None:
         "── policy, 1 tokens", "42",
     ]  # fmt: skip
     assert "score 1   truth 42   ended: answered   turns 2" in said.stdout
+
+
+def test_a_character_that_the_terminal_lacks_is_escaped(
+    run_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {**ONE_TURN, "output": "да 🙂"}
+    (run_directory / "dumps" / "10.jsonl").write_text(json.dumps(row) + "\n")
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="koi8-r")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setattr(sys, "argv", ["rolemesh", "answers", str(run_directory)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    stdout.flush()
+    assert r"да \U0001f642" in stdout.buffer.getvalue().decode("koi8-r")
 
 
 def test_step_uid_and_number_of_rows_are_chosen(run_directory: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
+
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
@@ -41,17 +44,36 @@ STATES = {
 }
 
 
+class RunConsole(Console):
+    """A console that falls silent where its output cannot be written, so that the run goes on.
+
+    Its reader may have ended (`| tee` at Ctrl-C), the terminal may be closed, the disk full.
+    """
+
+    def _check_buffer(self) -> None:
+        try:
+            super()._check_buffer()
+        except OSError:
+            self.on_broken_pipe()
+
+    def on_broken_pipe(self) -> None:
+        """Print nothing more. Rich's own method ends the process."""
+        self.quiet = True
+        with suppress(OSError), open(os.devnull, "wb") as nowhere:  # else the flush at exit fails
+            os.dup2(nowhere.fileno(), self.file.fileno())
+
+
 class Display:
     """Shows step, phase, reward, accuracy, speed and time left on two live lines.
 
     If the console is not a terminal it shows nothing; the console logger's table remains.
 
     Args:
-        console: the console; anything else that prints meanwhile must use the same one.
+        console: the console; anything else that prints meanwhile must use the same one. None: a RunConsole.
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or log_console()
+        self.console = console or log_console(RunConsole)
         self._live: Live | None = None
         self._num_shown = 0
         self._bar = Progress(

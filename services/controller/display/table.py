@@ -16,10 +16,10 @@ ROWS_PER_HEADER = 30
 LOG_WIDTH = 80  # used if the reader's terminal width is unknown: a pipe, a file, a pod's log
 
 
-def log_console() -> Console:
+def log_console(kind: type[Console] = Console) -> Console:
     """Make a console as wide as the terminal or COLUMNS; without either, LOG_WIDTH wide."""
-    console = Console()
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=LOG_WIDTH)
+    console = kind()
+    return console if console.is_terminal or "COLUMNS" in os.environ else kind(width=LOG_WIDTH)
 
 
 @dataclass(frozen=True)
