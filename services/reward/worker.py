@@ -128,8 +128,11 @@ class RewardWorker(LocalWorker):
         """Return the reward function's arguments for each of the rows."""
         if not rows:
             return []
+        by_policy = self._config.rules_score and self._config.rules == "rolemesh"
         if "response_texts" in batch:
             texts = [batch["response_texts"][row] for row in rows]
+        elif by_policy and "turns" in batch:
+            texts = [self._turns_of_policy(batch["responses"][row], batch["turns"][row]) for row in rows]
         else:
             responses, mask = batch["responses"], written(batch)
             ids = [responses[row][mask[row]].tolist() for row in rows]
@@ -143,6 +146,14 @@ class RewardWorker(LocalWorker):
             }
             for row, text in zip(rows, texts, strict=True)
         ]
+
+    def _turns_of_policy(self, response: Tensor, turns: Tensor) -> str:
+        """Return a row's text without what others wrote, so that no rule takes their answer for the policy's.
+
+        Each turn is decoded by itself: `#### 1` of one turn and `8 apples` of the next are not 18.
+        """
+        numbers = turns[turns > 0].unique().tolist()
+        return "\n".join(self._texts([response[turns == number].tolist() for number in numbers]))
 
     def _by_model(self, batch: DataProto, rows: list[int]) -> dict[int, RowScore]:
         if self._model is None:

@@ -59,6 +59,41 @@ async def test_a_response_without_a_token_is_an_error(tiny_model: Path) -> None:
         await RewardWorker(job(tiny_model)).compute_scores(rows)
 
 
+def conversations(*rows: tuple[str, Any, list[tuple[int, str]]]) -> DataProto:
+    """Make rows from (data_source, ground_truth, [(number in the column turns, text)])."""
+    whole = batch(*((source, "".join(text for _, text in said), truth) for source, truth, said in rows))
+    whole["turns"] = torch.zeros_like(whole["responses"])
+    for row, (_, _, said) in enumerate(rows):
+        numbers = torch.tensor([number for number, text in said for _ in text])
+        whole["turns"][row, : len(numbers)] = numbers
+    whole["response_mask"] = whole["turns"] > 0
+    whole["environment_rewards"] = torch.zeros(whole["turns"].shape)
+    return whole
+
+
+async def test_a_rule_reads_what_the_policy_wrote_alone_turn_by_turn(tiny_model: Path) -> None:
+    rows = conversations(
+        ("math_dapo", "17", [(1, "find"), (-2, "Answer: 17\n"), (2, "unknown")]),
+        ("lighteval/MATH", "3", [(-1, r"\boxed{3}"), (1, "unknown")]),
+        ("math_dapo", "5", [(1, "Answer: 5"), (-2, "\nAnswer: 6\n"), (2, "So")]),
+        ("openai/gsm8k", "18", [(1, "#### 1"), (-2, "."), (2, "8 apples")]),
+        ("openai/gsm8k", "1", [(1, "#### 1"), (-2, "."), (2, "8 apples")]),
+        ("openai/gsm8k", "2", [(1, "#### 1"), (-2, "."), (2, "#### 2")]),
+    )
+    own = await RewardWorker(job(tiny_model)).compute_scores(rows)
+    assert own["acc"].tolist() == [0.0, 0.0, 1.0, 0.0, 1.0, 1.0]
+    as_verl = await RewardWorker(job(tiny_model, rules="verl")).compute_scores(rows[:3])
+    assert as_verl["acc"].tolist() == [1.0, 1.0, 0.0]
+
+
+async def test_a_function_gets_the_whole_conversation(tiny_model: Path, tmp_path: Path) -> None:
+    source = "def compute_score(solution_str, **row):\n    return float(solution_str == 'asks.told.says')\n"
+    rows = conversations(("any", None, [(1, "asks."), (-2, "told."), (2, "says")]))
+    worker = RewardWorker(job(tiny_model, **custom(tmp_path, source)))
+    assert (await worker.compute_scores(rows))["acc"].tolist() == [1.0]
+    worker.close()
+
+
 # -------------------------------------------------------------------------------------- custom
 
 
