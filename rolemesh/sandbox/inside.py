@@ -99,14 +99,25 @@ def shut_in() -> int:
     readable = [path for path in (*modules, *LIBRARIES, *DEVICES) if os.path.exists(path)]
     parent = os.getppid()
     if os.geteuid() == 0:
-        os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
+        become_nobody()
         die_with_parent(parent)  # the change of user has cleared it
     tasks = num_tasks(os.getuid())
     restrict_to_reading(readable, listed=standard)
     os.environ.clear()
     return tasks
+
+
+def become_nobody() -> None:
+    """Give up root's user and groups. Raises OSError if root may not."""
+    try:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    except OSError as error:
+        raise OSError(
+            f"root cannot become nobody ({error}): it lacks CAP_SETUID or CAP_SETGID, or its user namespace "
+            "has no other user. Run as another user"
+        ) from error
 
 
 def num_tasks(uid: int) -> int:

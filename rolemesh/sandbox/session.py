@@ -64,14 +64,21 @@ class Sessions:
             fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
         session = Session(ours, files[0], files[1], limits)
         asked = {"session": 1, "memory_bytes": limits.memory_bytes, "output_bytes": limits.output_bytes}
+
+        def close(_: object) -> None:
+            theirs.close()
+            session.close()
+
+        sending = self._starter.submit(self._send, asked, [theirs.fileno(), *files])
         try:
-            with theirs:
-                loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self._starter, self._send, asked, [theirs.fileno(), *files])
+            await asyncio.wrap_future(sending)
+            theirs.close()
             if failed := (await session.answer()).get("failed"):
                 raise SandboxUnavailable(f"an interpreter could not be sandboxed, and did not start: {failed}")
         except BaseException:
-            session.close()
+            sending.cancel()
+            # The thread may still send the descriptors; once closed, their numbers may be another session's.
+            sending.add_done_callback(close)
             raise
         return session
 

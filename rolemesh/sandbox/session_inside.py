@@ -72,6 +72,7 @@ def supervise(
         converse(theirs)
         return
     theirs.close()
+    ours.setblocking(False)  # an interpreter that reads no calls must not keep this process from its limits
     os.close(tell)
     with open(report, "rb") as file:
         failed = file.read().decode()

@@ -195,6 +195,19 @@ def test_a_function_is_called_and_its_result_compared() -> None:
     assert score(program, with_blank_lines) == {"score": 1.0, "acc": 1.0}
 
 
+READS_ITS_LIMIT = "import resource\nlimit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]\n"
+
+
+def test_no_limit_tells_a_program_how_long_the_right_output_is() -> None:
+    """Outputs of 6 and 606 bytes, which are equal but for blanks: 128 KiB, for every one up to 32 KiB."""
+    truth = {"inputs": ["", ""], "outputs": ["131072", "131072" + 600 * " "]}
+    assert score(f"{READS_ITS_LIMIT}print(limit)", truth)["acc"] == 1.0
+    guesses = f'{READS_ITS_LIMIT}print("YES" if (limit - 65536) // 2 == 4 else "NO")'
+    assert score(guesses, {"inputs": ["1", "2"], "outputs": ["YES\n", "NO\n"]})["score"] == 0.5
+    writes = "print('7' * 40_000)"
+    assert score(writes, {"inputs": [""], "outputs": ["7" * 40_000]})["acc"] == 1.0
+
+
 def test_a_program_has_the_memory_that_the_job_gives_it() -> None:
     takes_400_mib = "x = bytearray(400 << 20)\nprint(5)"
     truth = {"inputs": [""], "outputs": ["5"]}

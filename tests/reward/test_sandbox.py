@@ -367,6 +367,21 @@ def test_without_landlock_no_program_is_run() -> None:
     ), ran.stderr
 
 
+ONE_USER = ("unshare", "--user", "--map-root-user")
+
+
+@pytest.mark.skipif(
+    subprocess.run([*ONE_USER, "true"], check=False, capture_output=True).returncode != 0,
+    reason="ROOT OF ONE USER IS NOT TESTED: no user namespace can be made",
+)
+def test_root_that_cannot_become_nobody_is_told_so() -> None:
+    source = "from rolemesh.sandbox.box import Sandbox\nSandbox().start()"
+    command = [*ONE_USER, sys.executable, "-c", source]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "programs cannot be sandboxed here: root cannot become nobody ([Errno 1] Operation" in ran.stderr
+    assert ran.stderr.endswith("Run as another user\n")
+
+
 def test_the_limits_of_the_service_itself_are_untouched(sandbox: Sandbox) -> None:
     before = resource.getrlimit(resource.RLIMIT_AS)
     attempt(sandbox, "print(1)")

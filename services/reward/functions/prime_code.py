@@ -28,7 +28,7 @@ OPENING = re.compile(
 # Behind a fence's language: title="a.py", {1,3} or :a.py.
 TITLE = re.compile(r"(?:[ \t]++(?:\{[^\n]*\}|[A-Za-z][\w-]*+=[^\n]*)|:[\w./-]++)(?=\n)")
 WHOLE = re.compile(r"[-+]?[\d_]+")
-SPARE_OUTPUT = 1 << 16  # bytes allowed beyond twice the expected output: blanks, and longer numbers
+SPARE_OUTPUT = 1 << 16  # bytes allowed beyond twice the expected output, at least: blanks, and longer numbers
 
 _sandbox = Sandbox()  # one per process; starts with the first program
 
@@ -98,12 +98,17 @@ class Attempt:
             wall_s=min(2 * self._sandbox.timeout_s, left),
             idle_s=self._idle_s,
             memory_bytes=self._sandbox.memory_limit_mb << 20,
-            output_bytes=2 * len(case.expected.encode()) + SPARE_OUTPUT,
+            output_bytes=_output_limit(len(case.expected.encode())),
         )
         outcome = _sandbox.run(self._program, case.given, limits, function=case.function)
         self._idle_s -= outcome.idle_s
         same = same_text if case.function is None else same_result
         return outcome.status == 0 and same(outcome.output, case.expected)
+
+
+def _output_limit(num_bytes: int) -> int:
+    """Return the limit of a test's output: a power of two, so that it does not tell a program the length."""
+    return 1 << (2 * num_bytes + SPARE_OUTPUT).bit_length()
 
 
 def same_text(output: str, expected: str) -> bool:

@@ -1,0 +1,67 @@
+"""Sandboxed interpreters: code that breaks its own conversation, and openings that are cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+
+import pytest
+
+from rolemesh.sandbox.box import Limits, Sandbox
+from rolemesh.sandbox.session import Sessions
+
+# It answers for itself, several thousand times, and reads no call any more.
+ANSWERS_ITSELF = """
+import os
+for file in range(3, 64):
+    try: os.write(file, b"d" * 4000)
+    except OSError: pass
+while True: pass
+"""
+
+
+async def test_an_interpreter_that_answers_for_itself_is_ended_once_it_reads_no_calls() -> None:
+    sessions = Sessions()
+    session = await sessions.open(Limits(cpu_s=60, wall_s=600.0))
+    said = await session.run(ANSWERS_ITSELF)
+    async with asyncio.timeout(60):
+        while not said.ended:
+            said = await session.run("print(1)")
+    assert said.ended == "it was ended by SIGKILL"
+    session.close()
+    sessions.close()
+
+
+class SlowToStart(Sandbox):
+    """Starts when the test lets it; until then it is as one that starts anew on a busy machine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.may_start = threading.Event(), threading.Event()
+
+    def start(self) -> None:
+        self.begun.set()
+        self.may_start.wait()
+        super().start()
+
+
+async def test_an_opening_that_is_cancelled_while_it_is_sent_leaves_the_next_one_its_own_files() -> None:
+    open_files = len(os.listdir("/proc/self/fd"))
+    sessions, sandbox = Sessions(), SlowToStart()
+    sessions._sandbox = sandbox
+    first = asyncio.create_task(sessions.open(Limits()))
+    await asyncio.to_thread(sandbox.begun.wait)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    second = asyncio.create_task(sessions.open(Limits()))
+    await asyncio.sleep(0)  # it takes the lowest free descriptors
+    sandbox.may_start.set()
+    session = await second
+    assert (await session.run("x = 1")).ended == ""
+    for number in range(1, 9):
+        assert (await session.run("x += 1; x")).output == f"{number + 1}\n"
+    session.close()
+    sessions.close()
+    assert len(os.listdir("/proc/self/fd")) == open_files
