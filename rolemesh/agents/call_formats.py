@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from typing import Any
 
 MAX_DEPTH = 64  # of arguments
 MAX_CALLS = 64  # looked for in a turn; an environment runs far fewer
-CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-UNCLOSED = "<tool_call>"
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 
 
@@ -29,6 +27,9 @@ class Call:
     malformed: str = ""
 
 
+TOO_DEEP = Call(malformed=f"arguments are nested deeper than {MAX_DEPTH} levels")
+
+
 def hermes(text: str) -> tuple[str, list[Call]]:
     """Read calls in the format of Hermes and Qwen.
 
@@ -42,13 +43,29 @@ def hermes(text: str) -> tuple[str, list[Call]]:
     Returns:
         the text outside of calls, and the calls.
     """
-    calls = [_call(found, "arguments") for found in CALL.findall(text)[:MAX_CALLS]]
-    content = CALL.sub("", text)
-    before, opened, _ = content.partition(UNCLOSED)
+    outside, inside = _tagged(text)
+    calls = [_call(found, "arguments") for found in inside[:MAX_CALLS]]
+    content = "".join(outside)
+    before, opened, _ = content.partition(OPENING)
     if opened:
         calls.append(Call(malformed="<tool_call> without </tool_call>"))
         content = before
     return content.strip() if calls else text, calls
+
+
+def _tagged(text: str) -> tuple[list[str], list[str]]:
+    """Return the texts outside and inside of pairs of tags, in time linear in the text."""
+    outside: list[str] = []
+    inside: list[str] = []
+    at = 0
+    while (begin := text.find(OPENING, at)) >= 0:
+        end = text.find(CLOSING, begin + len(OPENING))
+        if end < 0:
+            break  # no later opening is closed either
+        outside.append(text[at:begin])
+        inside.append(text[begin + len(OPENING) : end])
+        at = end + len(CLOSING)
+    return [*outside, text[at:]], inside
 
 
 def llama3_json(text: str) -> tuple[str, list[Call]]:
@@ -106,7 +123,7 @@ def _sendable(call: Call) -> Call:
         return call
     given = json.loads(call.arguments)
     if _depth(given) > MAX_DEPTH:
-        return Call(malformed=f"arguments are nested deeper than {MAX_DEPTH} levels")
+        return TOO_DEEP
     try:
         f"{call.name}{json.dumps(given, ensure_ascii=False)}".encode()
     except UnicodeError:
@@ -141,4 +158,6 @@ def _read(value: Any, arguments: str) -> Call:
             given = None
     if not isinstance(given, dict):
         return Call(malformed=f'expected "{arguments}" of {value["name"]!r:.100} to be an object')
+    if _depth(given) > MAX_DEPTH:  # before json.dumps, which fails at some depths that json.loads reads
+        return TOO_DEEP
     return Call(value["name"], json.dumps(given, ensure_ascii=False))

@@ -161,7 +161,7 @@ def _call(call: Any, what: str) -> ToolCall:
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments)
         texts = {"id": call.get("id") or "", "name": function["name"], "malformed": malformed}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         expected = '{"id", "type": "function", "function": {"name", "arguments"}}'
         raise InvalidBatch(f"{what} has a call {reprlib.repr(call)}; {expected} expected ({error!r})") from None
     texts["arguments"] = "" if malformed else arguments

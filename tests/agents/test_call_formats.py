@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolemesh.agents.call_formats import MAX_CALLS, Call, checked, hermes, llama3_json
+from rolemesh.agents.call_formats import MAX_CALLS, MAX_DEPTH, Call, _tagged, checked, hermes, llama3_json
+from rolemesh.agents.messages import messages_of
 from rolemesh.catalog.call_formats import CALL_FORMATS
 from rolemesh.catalog.loading import forget
 from rolemesh.config.job import JobConfig, make_job
-from rolemesh.errors import InvalidConfig, RoleFailed
+from rolemesh.errors import InvalidBatch, InvalidConfig, RoleFailed
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.services.controller.conversations.conversation import Speech
 
@@ -96,6 +100,45 @@ def test_whatever_a_policy_writes_is_a_call_that_can_be_sent_or_a_malformed_one(
         assert not call.name
     with_name = '{"name": "\\ud83d", "arguments": {}}'
     assert "half of a surrogate pair" in checked(hermes(tagged(with_name)))[1][0].malformed
+
+
+def test_tags_are_paired_as_the_shortest_match_of_an_expression_pairs_them() -> None:
+    pairs = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+    for number in range(1, 7):
+        for pieces in itertools.product(("<tool_call>", "</tool_call>", "a\n", "<tool_"), repeat=number):
+            text = "".join(pieces)
+            outside, inside = _tagged(text)
+            assert ("".join(outside), inside) == (pairs.sub("", text), pairs.findall(text))
+
+
+def test_tags_that_are_never_closed_are_read_in_linear_time() -> None:
+    def cpu_s(num: int) -> float:
+        began = time.thread_time()
+        assert hermes("<tool_call>" * num)[1] == [Call(malformed="<tool_call> without </tool_call>")]
+        return time.thread_time() - began
+
+    assert min(cpu_s(4_000) for _ in range(3)) < 0.3  # with the square three seconds
+
+
+def test_arguments_of_every_depth_are_read_or_refused() -> None:
+    """json.loads reads some depths that json.dumps cannot write."""
+    for depth in range(1, 1_100):
+        nested = f'{{"x": {"[" * depth}{"]" * depth}}}'
+        for text, read in (
+            (f'{{"name": "a", "parameters": {nested}}}', llama3_json),
+            (tagged(f'{{"name": "a", "arguments": {nested}}}'), hermes),
+        ):
+            [call] = checked(read(text))[1]
+            assert bool(call.malformed) == (depth >= MAX_DEPTH), depth  # the object is a level, too
+
+
+def test_a_message_with_arguments_too_deep_for_json_is_named() -> None:
+    nested: list[Any] = []
+    for _ in range(100_000):
+        nested = [nested]
+    call = {"id": "1", "type": "function", "function": {"name": "a", "arguments": {"x": nested}}}
+    with pytest.raises(InvalidBatch, match=r"^the opening, message 0, has a call .*RecursionError"):
+        messages_of([{"role": "assistant", "content": "", "tool_calls": [call]}], "the opening")
 
 
 def test_there_are_no_more_calls_than_anybody_would_run() -> None:

@@ -15,6 +15,7 @@ import torch
 import yaml
 from rendering import helm, objects
 
+from rolemesh.agents.environment import Observation, Outcome
 from rolemesh.catalog.catalog import BUILT_IN
 from rolemesh.catalog.estimators import ESTIMATORS
 from rolemesh.catalog.loading import forget
@@ -167,6 +168,16 @@ def agents_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for block in blocks("own-agent", kind):
             (folder / block.partition("\n")[0].removeprefix("# ")).write_text(block)
     return folder
+
+
+async def test_the_games_of_the_docs_go_on_after_a_number_of_many_digits() -> None:
+    """int() refuses more than 4300, and a policy may repeat a digit."""
+    environments = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
+    for source in (environments, text("own-agent")):
+        [game] = re.findall(r"^class Game:\n.*?(?=^```)", source, re.MULTILINE | re.DOTALL)
+        names: dict[str, Any] = {"Observation": Observation, "Outcome": Outcome}
+        exec(game, names)
+        assert not (await names["Game"](7).act({"content": "9" * 5000})).done
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
