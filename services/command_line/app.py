@@ -25,6 +25,9 @@ from rolemesh.services.command_line.arguments import (
     ConfigArgument,
     ConfigOption,
     DrainOption,
+    HealthListenOption,
+    LogFormat,
+    LogFormatOption,
     MaxAttemptsOption,
     NeedOption,
     OptionalAddress,
@@ -32,6 +35,8 @@ from rolemesh.services.command_line.arguments import (
     Overrides,
     ScaleDownOption,
     ScaleUpOption,
+    TlsOption,
+    VersionOption,
     job_of,
 )
 from rolemesh.services.command_line.data_commands import data_app
@@ -53,26 +58,9 @@ app.add_typer(offline)
 app.add_typer(steering)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"rolemesh {rolemesh.__version__}")
-        raise typer.Exit
-
-
 @app.callback()
-def options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
+def options(version: VersionOption = False) -> None:
     """Take what comes before a command."""
-
-
-class LogFormat(StrEnum):
-    """Format of logs."""
-
-    TEXT = "text"
-    JSON = "json"
 
 
 class GraphFormat(StrEnum):
@@ -95,21 +83,6 @@ class Architecture(StrEnum):
     QWEN2 = "qwen2"
     QWEN3 = "qwen3"
     LLAMA = "llama"
-
-
-LogFormatOption = Annotated[
-    LogFormat,
-    typer.Option(envvar="ROLEMESH_LOG_FORMAT", help="Text for people, or one JSON object per line."),
-]
-HealthListenOption = Annotated[
-    str, typer.Option(help="host:port that serves only health, for probes, without TLS; empty: none.")
-]
-TlsOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="Use mutual TLS for all gRPC, with tls.crt, tls.key and ca.crt in this directory.", metavar="DIR"
-    ),
-]
 
 
 @app.command(epilog="Example: rolemesh serve reward --config job.yaml --listen 127.0.0.1:50051")

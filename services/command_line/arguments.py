@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import rolemesh
+
 if TYPE_CHECKING:
     from rolemesh.config import JobConfig
+
+
+class LogFormat(StrEnum):
+    """Format of logs."""
+
+    TEXT = "text"
+    JSON = "json"
+
 
 ConfigArgument = Annotated[Path, typer.Argument(help="The job file (YAML).", metavar="CONFIG")]
 ConfigOption = Annotated[Path, typer.Option("--config", help="The job file (YAML).", metavar="FILE")]
@@ -80,6 +91,32 @@ Address = Annotated[str, typer.Option(help=f"{ADDRESS}.", metavar="ADDRESS")]
 OptionalAddress = Annotated[str, typer.Option(help=f"{ADDRESS}; empty: none.", metavar="ADDRESS")]
 Addresses = Annotated[str, typer.Option(help=f"{ADDRESSES}.", metavar="ADDRESSES")]
 OptionalAddresses = Annotated[str, typer.Option(help=f"{ADDRESSES}; empty: none.", metavar="ADDRESSES")]
+
+
+LogFormatOption = Annotated[
+    LogFormat,
+    typer.Option(envvar="ROLEMESH_LOG_FORMAT", help="Text for people, or one JSON object per line."),
+]
+HealthListenOption = Annotated[
+    str, typer.Option(help="host:port that serves only health, for probes, without TLS; empty: none.")
+]
+TlsOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Use mutual TLS for all gRPC, with tls.crt, tls.key and ca.crt in this directory.", metavar="DIR"
+    ),
+]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rolemesh {rolemesh.__version__}")
+        raise typer.Exit
+
+
+VersionOption = Annotated[
+    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+]
 
 
 def job_of(config: Path, overrides: list[str] | None, *own: str) -> JobConfig:
