@@ -29,7 +29,9 @@ def check_sections(job: JobConfig) -> None:
     if job.estimates:
         _check_estimator(job)
         _check_greedy(job)
-    _check_equal_answers(job)
+    for key, is_used in (("rollout", job.generates), ("rollout.val_kwargs", job.generates and job.validates)):
+        if is_used and (reason := job.rollout.raised_temperature(key) or equal_answers(job, key)):
+            raise ValueError(reason)
     for key in ("prompt_length", "response_length"):
         own, common = getattr(job.rollout, key), getattr(job.data, f"max_{key}")
         if own not in (None, common):
@@ -79,11 +81,8 @@ def _check_page(job: JobConfig) -> None:
             f"algorithm.adv_estimator {estimator.name} has the page {estimator.default_page!r}, "
             f"{PAGES.unknown(estimator.default_page)}"
         )
-    if (
-        not algorithm.page
-        and job.page.options
-        and any(field.is_required() for field in job.page.options.model_fields.values())
-    ):
+    options = job.page.options
+    if not algorithm.page and options and any(each.is_required() for each in options.model_fields.values()):
         raise ValueError(
             f"algorithm.page is not set, and page {job.page.name} has options without defaults; set page to "
             f"{job.page.name} and its options in algorithm.page_options"
@@ -109,6 +108,12 @@ def _check_page(job: JobConfig) -> None:
     if not job.generates and job.rollout.n > 1:
         raise ValueError(
             f"rollout.n is {job.rollout.n}, but page {job.page.name} answers no prompts; leave rollout.n out"
+        )
+    if job.generates and job.data.max_length is not None:
+        raise ValueError(
+            f"data.max_length is {job.data.max_length}, but page {job.page.name} answers prompts; set "
+            "algorithm.page to sft or dpo; or max_length to null, and data.max_prompt_length and "
+            "data.max_response_length in its place"
         )
     if job.critic.enable and not called and job.page.origin == BUILT_IN:
         raise ValueError(
@@ -208,12 +213,6 @@ def _check_greedy(job: JobConfig) -> None:
             f"rollout.{found[0][0]}, so all answers to a prompt are the same, but {found[1][0]} needs answers "
             "that differ; set do_sample to true, temperature above 0 and top_k to -1"
         )
-
-
-def _check_equal_answers(job: JobConfig) -> None:
-    for key, is_used in (("rollout", job.generates), ("rollout.val_kwargs", job.generates and job.validates)):
-        if is_used and (reason := job.rollout.raised_temperature(key) or equal_answers(job, key)):
-            raise ValueError(reason)
 
 
 def equal_answers(job: JobConfig, key: str) -> str:

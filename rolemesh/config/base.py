@@ -7,8 +7,9 @@ import errno
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -16,10 +17,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, Val
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from rolemesh.catalog.catalog import Catalog
-from rolemesh.config.yaml_file import EXPONENT, MAX_DEPTH, check_written, one_line, parse_yaml, read_yaml
+from rolemesh.config.yaml_file import EXPONENT, MAX_DEPTH, check_written, one_line, parse_value, read_yaml
 from rolemesh.errors import InvalidConfig
 
 # Hints for sections and keys of other systems' job files. ROLE is the section of any model.
+BY_THE_ACTOR = "the actor computes the old log-probabilities: set actor."
 ELSEWHERE = {
     "actor_rollout_ref": "its parts are the top-level sections actor, rollout and reference, and actor.model",
     "ref": "the section is called reference",
@@ -35,12 +37,27 @@ ELSEWHERE = {
     "ROLE.model.override_config": "not here: the model is as its config.json says; edit that in a local copy",
     "rollout.engine_kwargs": "not here: set keys of rollout, or start servers yourself (rollout.name: openai)",
     "rollout.max_model_len": "not here: it is data.max_prompt_length + data.max_response_length; set those",
+    "rollout.log_prob_micro_batch_size": f"{BY_THE_ACTOR}ppo_micro_batch_size_per_gpu",
+    "rollout.log_prob_micro_batch_size_per_gpu": f"{BY_THE_ACTOR}ppo_micro_batch_size_per_gpu",
+    "rollout.log_prob_use_dynamic_bsz": f"{BY_THE_ACTOR}use_dynamic_bsz",
+    "rollout.log_prob_max_token_len_per_gpu": f"{BY_THE_ACTOR}ppo_max_token_len_per_gpu",
+    "ROLE.ppo_micro_batch_size": "it is ppo_micro_batch_size_per_gpu: rows of one rank, not of all",
+    "ROLE.forward_micro_batch_size": "it is ppo_micro_batch_size_per_gpu: rows of one rank, not of all",
+    "algorithm.lambda": "it is algorithm.lam",
+    "data.path": "it is data.val_files of rolemesh generate and evaluate, and data.train_files of a run",
+    "data.n_samples": "it is rollout.val_kwargs.n of rolemesh generate",
+    "data.output_path": "it is the option --output of rolemesh generate and evaluate",
+    "data.data_source_key": "it is data.reward_fn_key",
     "data.custom_cls": "not here: register a data set in a plug-in, and name it in data.dataset",
     "data.image_key": "not here: prompts are text only; leave it out",
     "data.return_raw_chat": "not here: agents always get a row's messages; leave it out",
 }
 ROLE = re.compile(r"^(actor|critic|reference|reward\.reward_model)\.")
+# A key on the command line. A mapping's own keys may have hyphens: rollout.multi_turn.mcp_servers.my-server.url
+DOTTED = re.compile(r"[^\W\d][\w-]*(\.[^\W\d][\w-]*)*")
+OF_HYDRA = {"+": "; leave out the +", "~": "; a key can only be taken out in the file"}
 KINDS = {bool: "boolean", int: "number", float: "number", str: "string"}
+OF_UNION = re.compile(r"str|int|float|bool|tuple\[.*")  # pydantic's names of a union's kinds
 MAX_FINDINGS = 20  # errors reported at once
 # Helm and JSON hold numbers as doubles. Up to here each whole number has a double of its own; 2^53 and 2^53 + 1
 # have the same one.
@@ -218,33 +235,48 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
     An override is another file (`configs/recipes/dapo.yaml`) or a single key with a YAML value:
     `["trainer.save_freq=5"]` is `{"trainer": {"save_freq": 5}}`. A file overrides the files to its left, and
-    keys override all files.
+    keys override all files. Like files, sections are merged.
 
     Raises:
-        InvalidConfig: an override is neither key=value nor a YAML file, or a file cannot be read.
+        InvalidConfig: an override is neither key=value nor a YAML file, its value has a comment, it contradicts
+            an earlier one, or a file cannot be read.
     """
     files: dict[str, Any] = {}
     tree: dict[str, Any] = {}
     for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals and override.endswith((".yaml", ".yml")):
+        if is_file(override):
             files = merge(files, read_yaml(Path(override)))
             continue
-        if not equals or not all(part.isidentifier() for part in key.split(".")):
-            raise InvalidConfig(f"override {override!r} is not of the form section.key=value, nor a .yaml file")
-        value = parse_yaml(text, f"override {override!r:.200}")
-        node = tree
-        *parents, leaf = key.split(".")
-        if len(parents) >= MAX_DEPTH:
+        key, equals, text = override.partition("=")
+        if not equals or not DOTTED.fullmatch(key):
+            hint = OF_HYDRA.get(override[:1], "")
             raise InvalidConfig(
-                f"override {override!r:.200}: the key has {len(parents) + 1} parts; no key has more than 5"
+                f"override {override!r} is not of the form section.key=value, nor a .yaml file{hint}"
             )
-        for part in parents:
-            node = node.setdefault(part, {})
-            if not isinstance(node, dict):
-                raise InvalidConfig(f"override {override!r} contradicts an earlier override")
-        node[leaf] = value
+        value = parse_value(text, f"override {override!r:.200}")
+        parts = key.split(".")
+        if len(parts) > MAX_DEPTH:
+            raise InvalidConfig(
+                f"override {override!r:.200}: the key has {len(parts)} parts; no key has more than 5"
+            )
+        over = reduce(lambda below, part: {part: below}, reversed(parts), value)
+        if _contradict(tree, over):
+            raise InvalidConfig(f"override {override!r} contradicts an earlier override")
+        tree = merge(tree, over)
     return merge(files, tree)
+
+
+def is_file(override: str) -> bool:
+    """Return whether an override names a file. The names of its folders may have a =, keys have no /."""
+    key, equals, _ = override.partition("=")
+    return override.endswith((".yaml", ".yml")) and (not equals or "/" in key)
+
+
+def _contradict(earlier: Any, later: Any) -> bool:
+    """Return whether one has a value where the other has a section."""
+    if isinstance(earlier, Mapping) and isinstance(later, Mapping):
+        return any(_contradict(earlier[key], later[key]) for key in earlier.keys() & later.keys())
+    return isinstance(earlier, Mapping) or isinstance(later, Mapping)
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -260,11 +292,25 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 def explain(error: ValidationError, schema: type[BaseModel], where: str) -> InvalidConfig:
     """Put pydantic's errors into one line, with the nearest valid key or value for an unknown one."""
-    findings = error.errors()
+    findings = _joined(error.errors())
     sentences = [_explained(finding, schema) for finding in findings[:MAX_FINDINGS]]
     if len(findings) > MAX_FINDINGS:
         sentences.append(f"and {len(findings) - MAX_FINDINGS} more")
     return InvalidConfig(one_line(f"{where}: " + "; ".join(sentences)))
+
+
+def _joined(findings: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Join the findings of one value: a union has one for each kind, with the kind's name in its place."""
+    joined: dict[tuple[int | str, ...], ErrorDetails] = {}
+    for finding in findings:
+        place, words = finding["loc"], finding["msg"]
+        last = max((at for at, part in enumerate(place) if isinstance(part, str)), default=0)
+        if last and finding["type"] != "extra_forbidden" and OF_UNION.fullmatch(str(place[last])):
+            place = (*place[:last], *place[last + 1 :])
+        if place in joined:
+            words = f"{joined[place]['msg']} or {words.removeprefix('Input should be ')}"
+        joined[place] = {**finding, "loc": place, "msg": words}
+    return list(joined.values())
 
 
 def _explained(finding: ErrorDetails, schema: type[BaseModel]) -> str:
@@ -277,13 +323,16 @@ def _explained(finding: ErrorDetails, schema: type[BaseModel]) -> str:
             return f"{key!r} is {given}{_choice(finding)}"
         case "unknown_name":
             return f"{key!r} is {given}, {finding['ctx']['known']}"
+        case "missing" if isinstance(finding["loc"][-1], int):
+            return f"{key.rpartition('.')[0]!r} is {given}, which has too few values"
         case "missing":
             return f"{key!r} is missing and has no default"
         case "value_error":
             reason = str(finding["ctx"]["error"])
             return f"{key}: {reason}" if key else reason
         case _:
-            return f"{key!r:.200} is {given}: {finding['msg']}"
+            words = re.sub(r"dictionary or instance of \w+", "section", finding["msg"])
+            return f"{key!r:.200} is {given}: {words.replace('tuple', 'list').replace('Tuple', 'List')}"
 
 
 def _hint(schema: type[BaseModel], path: list[str]) -> str:
@@ -330,12 +379,8 @@ def leaves(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from leaves(section, f"{prefix}{name}.")
 
 
-# ------------------------------------------------------------------------- keys without effect
-
 # The rule for every key of the job file: it has an effect, or it is refused with a message, or the run starts
-# with a warning (docs/decisions/0009-no-key-is-ignored-in-silence.md).
-
-
+# with a warning (docs/decisions/0009-no-key-is-ignored-in-silence.md, switches.py).
 @dataclass(frozen=True)
 class NoEffect:
     """Marks a field that is accepted without effect, because other systems' job files have it.
@@ -347,51 +392,3 @@ class NoEffect:
 
     reason: str
     value: Any = None
-
-
-@dataclass(frozen=True)
-class IdleKey:
-    """A key that has no effect in a job.
-
-    Args:
-        key: dotted.
-        reason: why it has no effect.
-        is_set: whether the job file or the command line sets it.
-    """
-
-    key: str
-    reason: str
-    is_set: bool
-
-
-def idle_keys(
-    section: Config, overruled: Mapping[str, str], prefix: str = "", reason: str = ""
-) -> Iterator[IdleKey]:
-    """Yield the keys that are marked with NoEffect, and those that other keys of the job override.
-
-    Args:
-        section: the section.
-        overruled: dotted key, or section (for all its keys), to the reason.
-        prefix: prefix of the section's keys.
-        reason: why the whole section is overridden; empty: it is not.
-    """
-    for name, field in type(section).model_fields.items():
-        key, value = prefix + name, getattr(section, name)
-        why = reason or overruled.get(key, "")
-        if isinstance(value, Config):
-            yield from idle_keys(value, overruled, f"{key}.", why)
-            continue
-        marks = [mark for mark in field.metadata if isinstance(mark, NoEffect) and mark.value in (None, value)]
-        if why or marks:
-            yield IdleKey(key, why or marks[0].reason, name in section.model_fields_set)
-
-
-def without(data: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    """Delete dotted keys from nested sections, in place, and return the sections."""
-    for key in keys:
-        *parents, leaf = key.split(".")
-        section = data
-        for part in parents:
-            section = section[part]
-        del section[leaf]
-    return data

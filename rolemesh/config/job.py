@@ -23,21 +23,19 @@ from rolemesh.config.agreement import check_sections
 from rolemesh.config.algorithm import AlgorithmConfig
 from rolemesh.config.base import (
     Config,
-    IdleKey,
     absolute_path,
     explain,
-    idle_keys,
+    is_file,
     merge,
     parse_overrides,
     path_keys,
-    without,
 )  # fmt: skip
 from rolemesh.config.data import DataConfig, Files
 from rolemesh.config.model import CriticModelConfig, FrozenModelConfig, FsdpConfig, ModelConfig, chosen_dtype
 from rolemesh.config.placement import PlacementConfig, num_ranks, num_replicas, place
 from rolemesh.config.reward import RewardConfig
 from rolemesh.config.rollout import MOST_OWN_ROWS, RolloutConfig
-from rolemesh.config.switches import switched_off
+from rolemesh.config.switches import IdleKey, idle_keys, overruled_keys, without
 from rolemesh.config.trainer import TrainerConfig
 from rolemesh.config.yaml_file import read_texts, read_yaml, to_yaml, write_texts
 from rolemesh.errors import InvalidConfig
@@ -325,23 +323,7 @@ class JobConfig(Plugins):
 
     def idle_keys(self) -> tuple[IdleKey, ...]:
         """Return the keys that have no effect in this job."""
-        overruled = {}
-        if self.ref_in_actor:
-            overruled["reference"] = (
-                "with actor.model.lora_rank the reference is the actor with its adapter off"
-            )
-        if not self.engine.on_device:
-            overruled["rollout.free_cache_engine"] = (
-                f"the servers of engine {self.engine.name} keep their memory"
-            )
-        if self.trainer.resume_mode != "resume_path":
-            overruled["trainer.resume_from_path"] = f"trainer.resume_mode is {self.trainer.resume_mode}"
-        if not self.rollout.multi_turn.enable:
-            keys = type(self.rollout.multi_turn).model_fields.keys() - {"enable"}
-            why = "rollout.multi_turn.enable is false"
-            overruled |= {f"rollout.multi_turn.{key}": why for key in keys}
-        overruled |= switched_off(self)
-        return tuple(idle_keys(self, overruled))
+        return tuple(idle_keys(self, overruled_keys(self)))
 
     def to_yaml(self) -> str:
         """Write the resolved job file: every key with its value.
@@ -377,7 +359,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
             "content "
             "of that section at its top level, and the section placement beside it; make a file of these two"
         )
-    files = [str(path), *(override for override in overrides if "=" not in override)]
+    files = [str(path), *filter(is_file, overrides)]
     whole = next((file for file in files[1:] if "data" in read_yaml(Path(file))), None)
     if whole and not {"data", "trainer"} & job.keys():
         raise InvalidConfig(

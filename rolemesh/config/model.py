@@ -13,6 +13,7 @@ Precision = Literal["auto", "float32", "bfloat16", "float16"]
 AMPERE = (8, 0)  # compute capability of the first GPUs with matrix products in bfloat16
 
 NO_BACKWARD = NoEffect("the role is not trained, so it has no backward pass to keep activations for")
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ModelConfig(Config):
@@ -217,7 +218,9 @@ class OptimConfig(Config):
         0.0, ge=0, le=1, description="warm-up as a share of trainer.total_training_steps; 0: no warm-up"
     )
     weight_decay: float = Field(0.01, ge=0, description="AdamW's weight decay; 0: none")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's decay rates of the two moments")
+    betas: tuple[DecayRate, DecayRate] = Field(
+        (0.9, 0.999), description="AdamW's decay rates of the two moments"
+    )
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon, added to the denominator")
 
     @model_validator(mode="before")

@@ -24,7 +24,7 @@ class CustomRewardConfig(Config):
         "reward_manager batch: (data_sources, solution_strs, ground_truths, extra_infos)",
     )
     reward_kwargs: dict[str, str | int | float | bool] = Field(
-        {}, description="further keyword arguments of the function"
+        {}, description="further keyword arguments of the function: texts, numbers and booleans"
     )
 
 

@@ -1,20 +1,21 @@
-"""Keys that another key of the job switches off, although the job file gives them a value of their own.
+"""Keys without effect in a job, of which the run warns at its start.
 
 A recipe may be merged over any job file, so keys of a part that a job does not have are no error
-(docs/decisions/0009-no-key-is-ignored-in-silence.md). A value other than the default that has no effect causes
-a warning: `kl_loss_coef: 0.01` without `use_kl_loss` trains without a KL. If the job file also has
+(docs/decisions/0009-no-key-is-ignored-in-silence.md). A value other than the default that another key switches
+off causes a warning: `kl_loss_coef: 0.01` without `use_kl_loss` trains without a KL. If the job file also has
 `use_kl_loss: false`, this is intended, and there is no warning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from rolemesh.catalog.catalog import BUILT_IN
 from rolemesh.catalog.estimators import ESTIMATORS
 from rolemesh.catalog.policy_losses import POLICY_LOSSES
-from rolemesh.config.base import Config
+from rolemesh.config.base import Config, NoEffect
 
 if TYPE_CHECKING:
     from rolemesh.config.job import JobConfig
@@ -43,6 +44,69 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     f"{OVERLONG}.enable": (f"{OVERLONG}.len", f"{OVERLONG}.penalty_factor", f"{OVERLONG}.log"),
     "rollout.do_sample": ("rollout.temperature", "rollout.top_k", "rollout.top_p"),
 }
+
+
+@dataclass(frozen=True)
+class IdleKey:
+    """A key that has no effect in a job.
+
+    Args:
+        key: dotted.
+        reason: why it has no effect.
+        is_set: whether the job file or the command line sets it.
+    """
+
+    key: str
+    reason: str
+    is_set: bool
+
+
+def idle_keys(
+    section: Config, overruled: Mapping[str, str], prefix: str = "", reason: str = ""
+) -> Iterator[IdleKey]:
+    """Yield the keys that are marked with NoEffect, and those that other keys of the job override.
+
+    Args:
+        section: the section.
+        overruled: dotted key, or section (for all its keys), to the reason.
+        prefix: prefix of the section's keys.
+        reason: why the whole section is overridden; empty: it is not.
+    """
+    for name, field in type(section).model_fields.items():
+        key, value = prefix + name, getattr(section, name)
+        why = reason or overruled.get(key, "")
+        if isinstance(value, Config):
+            yield from idle_keys(value, overruled, f"{key}.", why)
+            continue
+        marks = [mark for mark in field.metadata if isinstance(mark, NoEffect) and mark.value in (None, value)]
+        if why or marks:
+            yield IdleKey(key, why or marks[0].reason, name in section.model_fields_set)
+
+
+def without(data: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """Delete dotted keys from nested sections, in place, and return the sections."""
+    for key in keys:
+        *parents, leaf = key.split(".")
+        section = data
+        for part in parents:
+            section = section[part]
+        del section[leaf]
+    return data
+
+
+def overruled_keys(job: JobConfig) -> dict[str, str]:
+    """Return the dotted keys, or sections (for all their keys), that others override, each with the reason."""
+    found = switched_off(job)
+    if job.ref_in_actor:
+        found["reference"] = "with actor.model.lora_rank the reference is the actor with its adapter off"
+    if not job.engine.on_device:
+        found["rollout.free_cache_engine"] = f"the servers of engine {job.engine.name} keep their memory"
+    if job.trainer.resume_mode != "resume_path":
+        found["trainer.resume_from_path"] = f"trainer.resume_mode is {job.trainer.resume_mode}"
+    if not job.rollout.multi_turn.enable:
+        keys = type(job.rollout.multi_turn).model_fields.keys() - {"enable"}
+        found |= {f"rollout.multi_turn.{key}": "rollout.multi_turn.enable is false" for key in keys}
+    return found
 
 
 def switched_off(job: JobConfig) -> dict[str, str]:

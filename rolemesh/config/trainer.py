@@ -118,7 +118,7 @@ class TrainerConfig(Config):
     @model_validator(mode="after")
     def _name_is_a_folder(self) -> "TrainerConfig":
         name = self.experiment_name
-        if self.default_local_dir is None and (name.startswith("~") or {"", ".", ".."} & {*name.split("/")}):
+        if not self.default_local_dir and (name.startswith("~") or {"", ".", ".."} & {*name.split("/")}):
             raise ValueError(
                 f"experiment_name is {name!r:.200}, but outputs/<experiment_name> is the run directory; use a "
                 "name that does not begin with ~ or / and has no part . or .., or set default_local_dir"

@@ -168,6 +168,20 @@ def parse_yaml(text: str, where: str) -> Any:
     raise InvalidConfig(one_line(f"{where}, line {line}: {problem:.300}"))
 
 
+def parse_value(text: str, where: str) -> Any:
+    """Parse a value on the command line; error messages begin with `where`.
+
+    Raises:
+        InvalidConfig: as parse_yaml; or it has a comment, which YAML would leave out: `run #1` would be `run`.
+    """
+    value, end = parse_yaml(text, where), 0
+    for token in yaml.scan(text, Loader=_Loader):
+        if "#" in text[end : token.start_mark.index]:
+            raise InvalidConfig(one_line(f"{where}: # begins a comment here; put a text with a # in quotes"))
+        end = token.end_mark.index
+    return value
+
+
 def to_yaml(sections: dict[str, Any]) -> str:
     """Write sections as YAML, in their order, such that read_yaml reads the same sections."""
     return str(yaml.dump(sections, Dumper=_Dumper, sort_keys=False))

@@ -79,6 +79,40 @@ def test_an_unknown_value_is_an_error_that_names_the_known_ones_and_the_nearest(
     assert all(word in str(error.value) for word in words), error.value
 
 
+WRONG_KINDS = {
+    "reward.custom_reward_function.reward_kwargs={w: [1, 2]}": (
+        "'reward.custom_reward_function.reward_kwargs.w' is [1, 2]: Input should be a valid string or a valid "
+        "integer or a valid number or a valid boolean"
+    ),
+    "algorithm.rollout_correction.rollout_is_threshold=null": (
+        "'algorithm.rollout_correction.rollout_is_threshold' is None: Input should be a valid number or "
+        "a valid string"
+    ),
+    "actor.model.target_modules={a: 1}": (
+        "'actor.model.target_modules' is {'a': 1}: Input should be a valid string or a valid list"
+    ),
+    "actor.model.target_modules=[a, 1]": (
+        "'actor.model.target_modules' is ['a', 1]: Input should be a valid string; "
+        "'actor.model.target_modules.1' is 1: Input should be a valid string"
+    ),
+    "rollout.stop=x": "'rollout.stop' is 'x': Input should be a valid list",
+    "rollout=": "'rollout' is None: Input should be a valid section",
+    "actor.optim.betas=[0.9]": "'actor.optim.betas' is [0.9], which has too few values",
+    "actor.optim.betas=[0.9, 0.9, 0.9]": (
+        "'actor.optim.betas' is [0.9, 0.9, 0.9]: List should have at most 2 items after validation, not 3"
+    ),
+}
+
+
+@pytest.mark.parametrize("override", WRONG_KINDS)
+def test_a_value_of_a_wrong_kind_is_an_error_that_names_keys_of_the_job_file_and_their_kinds(
+    override: str,
+) -> None:
+    with pytest.raises(InvalidConfig) as error:
+        make_job(parse_overrides([override]))
+    assert str(error.value) == f"job: {WRONG_KINDS[override]}"
+
+
 def test_all_errors_of_a_file_are_reported_at_once(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text("actor: {clip_ratio: -7}\ndata: {seeed: 1}\n")
@@ -186,6 +220,19 @@ UNREPLACED = (
             ["data.apply_chat_template_kwargs={'${a}': 1}"],
             "'the key data.apply_chat_template_kwargs.${a}' is '${a}': a job file has no interpolation, so "
             r"${a} would stay as it is; write its value there, or \${a} if this text is meant",
+        ),
+        (
+            ["data.max_length=1024"],
+            "data.max_length is 1024, but page ppo answers prompts; set algorithm.page to sft",
+        ),
+        (
+            ["trainer={default_local_dir: '', experiment_name: ../../x}"],
+            "is the run directory; use a name that does not begin with ~ or /",
+        ),
+        (["actor.optim.betas=[1.5, 0]"], "'actor.optim.betas.0' is 1.5: Input should be less than 1"),
+        (
+            ["critic.optim.betas=[0.9, -1]"],
+            "'critic.optim.betas.1' is -1: Input should be greater than or equal to 0",
         ),
         (["trainer.experiment_name=$USER"], "so $USER would stay as it is"),
         *(

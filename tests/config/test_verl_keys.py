@@ -74,6 +74,40 @@ def test_the_cap_of_truncated_importance_sampling_is_led_to_the_rollout_correcti
     assert "algorithm.rollout_correction.rollout_is_threshold" in set(leaves(JobConfig))
 
 
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        *(
+            (key, "it is ppo_micro_batch_size_per_gpu: rows of one rank, not of all")
+            for key in (
+                "actor.ppo_micro_batch_size",
+                "critic.ppo_micro_batch_size",
+                "critic.forward_micro_batch_size",
+            )
+        ),
+        *(
+            (f"rollout.{key}", f"the actor computes the old log-probabilities: set actor.{actors}")
+            for key, actors in {
+                "log_prob_micro_batch_size": "ppo_micro_batch_size_per_gpu",
+                "log_prob_micro_batch_size_per_gpu": "ppo_micro_batch_size_per_gpu",
+                "log_prob_use_dynamic_bsz": "use_dynamic_bsz",
+                "log_prob_max_token_len_per_gpu": "ppo_max_token_len_per_gpu",
+            }.items()
+        ),
+        ("algorithm.lambda", "it is algorithm.lam"),
+        ("data.path", "it is data.val_files of rolemesh generate and evaluate, and data.train_files of a run"),
+        ("data.n_samples", "it is rollout.val_kwargs.n of rolemesh generate"),
+        ("data.output_path", "it is the option --output of rolemesh generate and evaluate"),
+        ("data.data_source_key", "it is data.reward_fn_key"),
+    ],
+)
+def test_keys_of_verls_scripts_are_led_to_the_key_with_their_meaning(key: str, hint: str) -> None:
+    """And not to the most similar one, such as ppo_mini_batch_size for ppo_micro_batch_size."""
+    assert error_of(key) == f"job: unknown key {key!r} ({hint})"
+    named = re.findall(r"\b(?:actor|critic|algorithm|data|rollout)\.[a-z_.]+\b", hint)
+    assert {*named} <= {*leaves(JobConfig)}
+
+
 def test_other_unknown_keys_are_led_to_the_nearest_as_before() -> None:
     assert "did you mean 'actor.clip_ratio_c'" in error_of("actor.clip_ratio_d")
     assert "did you mean 'placement.strategy'" in error_of("trainer.strategy")
