@@ -61,7 +61,7 @@ class DataConfig(Config):
     max_length: int | None = Field(
         None,
         gt=1,
-        description="sft: the maximum length of a row, in tokens, wherever its prompt ends; sets "
+        description="sft, dpo: the maximum length of a row, in tokens, wherever its prompt ends; sets "
         "max_prompt_length to 1, and max_response_length to the rest",
     )
     prompt_key: str = Field("prompt", description="the column with the chat messages")
@@ -102,6 +102,8 @@ class DataConfig(Config):
     def _splits_the_whole_length(cls, values: Any) -> Any:
         """Split max_length into a prompt of one token, which is never learned, and the rest."""
         longest = values.get("max_length") if isinstance(values, dict) else None
+        if isinstance(longest, float) and longest.is_integer():
+            longest = int(longest)
         if not isinstance(longest, int):
             return values
         return {"max_prompt_length": 1, "max_response_length": max(1, longest - 1), **values}
@@ -112,7 +114,8 @@ class DataConfig(Config):
         if self.max_length is not None and sum(parts) != self.max_length:
             raise ValueError(
                 f"max_length is {self.max_length}, but max_prompt_length is {parts[0]} and max_response_length "
-                f"{parts[1]}; set the former alone, or both of the latter"
+                f"{parts[1]}, together {sum(parts)}; take these two out of the job file, or set them to 1 and "
+                f"{self.max_length - 1}"
             )
         return self
 
@@ -128,6 +131,11 @@ class DataConfig(Config):
         except ValueError as error:
             raise ValueError(f"apply_chat_template_kwargs: {error}") from None
         return self
+
+    @property
+    def splits_max_length(self) -> bool:
+        """True if max_prompt_length and max_response_length follow from max_length."""
+        return self.max_length is not None and self.max_prompt_length == 1
 
     @property
     def source(self) -> DatasetSpec:

@@ -330,9 +330,12 @@ class JobConfig(Plugins):
 
         Keys without effect are included only if the job file sets them, so a run of the resolved file logs the
         same warnings. The exception is a value that a switch turns off: the resolved file also has the switch,
-        so there is no warning (switches.py).
+        so there is no warning (switches.py). Nor does it have the two lengths that follow from data.max_length,
+        so that this can be changed.
         """
-        unset = (idle.key for idle in self.idle_keys() if not idle.is_set)
+        unset = {idle.key for idle in self.idle_keys() if not idle.is_set}
+        if self.data.splits_max_length:
+            unset |= {"data.max_prompt_length", "data.max_response_length"}
         sections = without(self.model_dump(mode="json"), unset)
         return to_yaml(write_texts(sections, PATHS))
 

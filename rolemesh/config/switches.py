@@ -143,7 +143,20 @@ def _off(job: JobConfig) -> Iterator[tuple[str, str, str]]:
     if job.algorithm.use_kl_in_reward and kl_ctrl.type == "fixed":
         reason = f"{KL_CTRL}.type is fixed"
         yield from ((f"{KL_CTRL}.{key}", reason, f"{KL_CTRL}.type") for key in ("horizon", "target_kl"))
+    if job.trainer.save_freq < 1 and not job.trainer.save_best:
+        reason = f"trainer.save_freq is {job.trainer.save_freq}"
+        yield "trainer.max_actor_ckpt_to_keep", reason, "trainer.save_freq"
+    yield from _budgets(job)
     yield from ((key, reason, "") for key, reason in (*_overruled(job), *_without_answers(job)))
+
+
+def _budgets(job: JobConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield the limits on the tokens of a pass, where passes have a fixed number of rows."""
+    own = {"critic": job.critic.use_dynamic_bsz, "reference": job.reference.log_prob_use_dynamic_bsz}
+    if not job.actor.use_dynamic_bsz:
+        follow = [role for role, uses in own.items() if uses is None and role in job.roles]
+        for role in follow if own["reference"] else ["actor", *follow]:  # whose budget the reference may have
+            yield job.max_tokens_key(role), "actor.use_dynamic_bsz is false", "actor.use_dynamic_bsz"
 
 
 def _overruled(job: JobConfig) -> Iterator[tuple[str, str]]:
@@ -174,6 +187,13 @@ def _overruled(job: JobConfig) -> Iterator[tuple[str, str]]:
         for section in ("actor", "actor.policy_loss"):
             if key in type(_section(job, section)).model_fields:
                 yield f"{section}.{key}", reason
+    ends = {"clip_ratio_low": job.actor.clip_ratio_low, "clip_ratio_high": job.actor.clip_ratio_high}
+    if None not in ends.values() and "clip_ratio" in read - {*loss.keys, *loss.choose_keys}:
+        yield "actor.clip_ratio", f"{' and '.join(ends)} are set"
+    if job.page.learns_from == "pairs":
+        yield "data.truncation", f"algorithm.page {job.page.name} cuts no pair"
+    elif job.data.filter_overlong_prompts:
+        yield "data.truncation", "data.filter_overlong_prompts is true"
     if not (mode := job.actor.loss_agg_mode).endswith("-norm"):
         yield "actor.loss_scale_factor", f"actor.loss_agg_mode is {mode}"
     elif loss.aggregation and not (job.actor.entropy_coeff or job.actor.use_kl_loss):

@@ -150,6 +150,21 @@ def warn_of_no_checkpoint(job: JobConfig) -> None:
         )
 
 
+def warn_of_untrained_actor(job: JobConfig) -> None:
+    """Log a warning if every step of the run is one of trainer.critic_warmup.
+
+    Args:
+        job: with its number of steps.
+    """
+    warmup, steps = job.trainer.critic_warmup, job.trainer.total_training_steps
+    if steps is not None and warmup >= steps and not job.trainer.val_only:
+        log.warning(
+            "trainer.critic_warmup is %d, and the run has %d steps, so none of them trains the actor; make "
+            "critic_warmup smaller, or the run longer",
+            *(warmup, steps),
+        )
+
+
 def warn_of_stale_rows(job: JobConfig) -> None:
     """Log a warning if generation runs ahead, and the loss neither clips nor weighs tokens of older weights.
 
@@ -227,6 +242,8 @@ async def train(
         attempts: does not count this start while a role has no pod; None: starts are not counted.
     """
     job = run.job
+    if not roles_of:  # a trial has a length of its own
+        warn_of_untrained_actor(job)
     if missing := [role for role in job.roles if not addresses.get(role)]:
         raise InvalidConfig(f"the job has roles {list(job.roles)}, but no address was given for {missing}")
     async with AsyncExitStack() as stack:

@@ -231,6 +231,13 @@ OTHER = {
 }
 
 
+BUDGETS = {
+    "actor": "ppo_max_token_len_per_gpu",
+    "critic": "ppo_max_token_len_per_gpu",
+    "reference": "log_prob_max_token_len_per_gpu",
+}
+
+
 def test_a_key_without_effect_is_warned_of_where_it_is_set_and_only_there(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -295,11 +302,14 @@ def test_a_value_that_another_key_switches_off_is_warned_of_and_a_default_is_not
     unread = {"actor.clip_ratio": 0.3, "actor.clip_ratio_low": 0.1, "actor.clip_ratio_high": 0.4}
     unread |= {"actor.clip_ratio_c": 4}
     clips = [f"{key}={value}" for key, value in unread.items()]
-    assert warned(*clips) == {}
-    assert warned(*clips, "actor.policy_loss.loss_mode=gspo").keys() == {"actor.clip_ratio_c"}
+    beside = {"actor.clip_ratio": "clip_ratio_low and clip_ratio_high are set"}
+    assert warned(*clips) == beside
+    assert warned(clips[0], clips[1]) == warned(clips[0], clips[2]) == {}
+    gspo = warned(*clips, "actor.policy_loss.loss_mode=gspo")
+    assert gspo.keys() == {"actor.clip_ratio", "actor.clip_ratio_c"}
     assert warned(*clips, "actor.policy_loss.loss_mode=gpg").keys() == unread.keys()
     correction = "algorithm.rollout_correction={bypass_mode: true, loss_type: %s}"
-    assert warned(*clips, correction % "ppo_clip") == {}
+    assert warned(*clips, correction % "ppo_clip") == beside
     reason = "algorithm.rollout_correction.loss_type is reinforce"
     assert warned(*clips, correction % "reinforce") == dict.fromkeys(unread, reason)
     greedy = warned("rollout.val_kwargs={do_sample: true, temperature: 0, top_k: 5}")
@@ -347,6 +357,41 @@ def test_a_value_that_another_key_switches_off_is_warned_of_and_a_default_is_not
     sapo = {"actor.loss_scale_factor": "the policy loss sapo always uses seq-mean-token-mean"}
     assert warned(*norm) == sapo
     assert warned(*norm, "actor.entropy_coeff=0.01") == {}
+
+
+def test_limits_of_what_does_not_happen_are_warned_of() -> None:
+    """Of cuts, of the tokens of a pass, and of the number of checkpoints."""
+
+    def warned(*overrides: str) -> dict[str, str]:
+        idle_keys = make_job(parse_overrides(overrides)).idle_keys()
+        return {idle.key: idle.reason for idle in idle_keys if idle.is_set}
+
+    cut, left_out = "data.truncation=left", "data.filter_overlong_prompts=true"
+    assert warned(cut) == warned(left_out, "data.truncation=error") == {}
+    assert warned(cut, left_out) == {"data.truncation": "data.filter_overlong_prompts is true"}
+    assert warned(cut, "algorithm.page=sft") == {}
+    assert warned(cut, "algorithm.page=dpo") == {"data.truncation": "algorithm.page dpo cuts no pair"}
+
+    def budgets(*overrides: str) -> set[str]:
+        keys_ = {f"{role}.{job_key}": 50_000 for role, job_key in BUDGETS.items()}
+        return warned(*(f"{key}={value}" for key, value in keys_.items()), *overrides).keys() & keys_.keys()
+
+    with_kl, dynamic = "actor.use_kl_loss=true", "actor.use_dynamic_bsz=true"
+    assert budgets(with_kl) == {f"{role}.{job_key}" for role, job_key in BUDGETS.items()}
+    assert budgets(with_kl, dynamic) == budgets(with_kl, "actor.use_dynamic_bsz=false") == set()
+    assert budgets(with_kl, "critic.use_dynamic_bsz=true") == {
+        "actor.ppo_max_token_len_per_gpu",
+        "reference.log_prob_max_token_len_per_gpu",
+    }
+    own = "reference.log_prob_use_dynamic_bsz=true"  # with the actor's limit, if it has none
+    assert budgets(with_kl, own) == {"critic.ppo_max_token_len_per_gpu"}
+    grpo = ("algorithm.adv_estimator=grpo", "rollout.n=2")  # without critic and reference
+    assert budgets(*grpo) == {"actor.ppo_max_token_len_per_gpu"}
+
+    two = "trainer.max_actor_ckpt_to_keep=2"
+    assert warned(two) == {"trainer.max_actor_ckpt_to_keep": "trainer.save_freq is -1"}
+    best = "trainer={save_best: val/loss, test_freq: 1}"
+    assert warned(two, "trainer.save_freq=5") == warned(two, best) == warned(two, "trainer.save_freq=-1") == {}
 
 
 def test_the_resolved_job_file_begins_with_the_same_warnings(tmp_path: Path) -> None:

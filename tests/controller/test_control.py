@@ -15,6 +15,7 @@ from serving import served
 from rolemesh.config.job import make_job
 from rolemesh.errors import InvalidConfig, ModelNotFound, NotPermitted, RolemeshError, RoleTaken
 from rolemesh.services.controller.main import checked_run, control, warn_of_no_checkpoint
+from rolemesh.services.controller.main import train as train_over_grpc
 from rolemesh.services.controller.run.run_dir import held, read_metrics
 from rolemesh.services.controller.service.server import serving
 from rolemesh.services.controller.service.status import RunStatus
@@ -103,6 +104,24 @@ def test_a_run_that_trains_and_saves_nothing_is_warned_of(
 ) -> None:
     warn_of_no_checkpoint(make_job({"trainer": trainer}))
     assert ("no checkpoint will be written" in caplog.text) is warned
+
+
+@pytest.mark.parametrize(("warmup", "warned"), [(2, False), (3, True), (4, True)])
+async def test_a_run_whose_steps_are_all_the_critics_warm_up_is_warned_of(
+    warmup: int, warned: bool, tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And no trial of such a job, which makes fewer steps than the run."""
+    length = ("trainer.total_training_steps=3", f"trainer.critic_warmup={warmup}")
+    run = await checked_run(small_job(tmp_path, tiny_model, "run", *length))
+    async with serving(run.status, run.job.roles, LOCAL) as server:
+        for roles_of in (None, tmp_path / "run"):
+            caplog.clear()
+            with pytest.raises(InvalidConfig, match="no address was given"):
+                await train_over_grpc(run, {}, server, None, roles_of)
+            words = (
+                f"trainer.critic_warmup is {warmup}, and the run has 3 steps, so none of them trains the actor"
+            )
+            assert (words in caplog.text) is (warned and roles_of is None)
 
 
 async def test_an_unknown_vocabulary_of_the_policy_is_an_error_before_any_role_is_called(
