@@ -338,7 +338,8 @@ def _without_dropout(settings: Any) -> None:
     """Set every dropout in a configuration to 0, also in the configurations of its parts.
 
     With dropout, old log-probabilities and the update would be of different policies. Without it, a role also
-    has no random state to save.
+    has no random state to save. Blocks apply dropout themselves, and are in training mode during an update; the
+    modules inside them are not (rolemesh/training/loop.py), so other noise is off.
     """
     for key, value in settings.to_dict().items():
         if "drop" in key and isinstance(value, float):

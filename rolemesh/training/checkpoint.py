@@ -6,7 +6,8 @@
     training_state.json                 role, dtype of its matrix products, and num_updates: optimizer steps
                                         made. The learning rate and the shuffle depend on num_updates alone.
 
-There is no random state: models run without dropout, and nothing else in a training role draws random numbers.
+There is no random state: models run without dropout and other noise, and nothing else in a training role draws
+random numbers.
 A checkpoint is written while the role computes on: only the copy to host memory takes the role's time. Nothing
 here commits a checkpoint: the caller has it written to a new directory, and renames that.
 """

@@ -185,7 +185,7 @@ def learn(
     mini_batch = BatchCounts(*part.meta_info["mini_batch"])
     shares: dict[str, list[Tensor | TokenMean]] = {}
     passed: dict[str, list[Tensor]] = {name: [] for name in returns}
-    model.train()
+    _train_mode(model)
     try:
         for at, counts in micro_batches.passes(part, ranks):
             rows = part.select_idxs(at)
@@ -223,6 +223,16 @@ def _abandon(model: nn.Module, error: BaseException) -> None:
         model.zero_grad()  # of the rank's own rows
     # On a CPU, autograd's queue of this thread keeps a failed backward pass until the next one begins.
     torch.autograd.backward(torch.zeros((), requires_grad=True))
+
+
+def _train_mode(model: nn.Module) -> None:
+    """Set training mode on the modules that can checkpoint activations, and evaluation mode on all others.
+
+    In training mode a mixture of experts may multiply its input by noise (Mixtral's jitter), or draw its
+    experts (PhiMoE). An update computes the policy that compute_log_probs and the engine do, so it has neither.
+    """
+    for module in model.modules():
+        module.training = hasattr(module, "gradient_checkpointing")
 
 
 def _totals(shares: Mapping[str, Sequence[Tensor | TokenMean]]) -> dict[str, list[float]]:

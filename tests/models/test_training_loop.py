@@ -1,9 +1,12 @@
-"""What an update reports of its micro-batches and mini-batches, by hand."""
+"""What an update reports of its micro-batches and mini-batches, by hand, and the policy that it computes."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn, tensor
 
 from rolemesh.algos.aggregation import BatchCounts, TokenMean
@@ -60,3 +63,46 @@ def test_shares_add_up_means_are_over_all_tokens_and_extremes_stay_extremes() ->
             "lr": 0.5,
         }
     )
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "noise"),
+    [("Mixtral", {}), ("Phimoe", {"input_jitter_noise": 0.1}), ("Phimoe", {"input_jitter_noise": 0.0})],
+)
+def test_an_update_computes_the_policy_of_the_evaluation_also_with_experts_that_are_noisy_in_training(
+    kind: str, noise: dict[str, float], checkpoints: bool
+) -> None:
+    """Both multiply the router's input by noise in training mode, and PhiMoE draws its experts there."""
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0.1, **noise,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model: Any = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    if checkpoints:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = torch.arange(24).reshape(2, 12)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+    attended, passes = [], []
+    model.model.layers[0].self_attn.register_forward_hook(lambda *_: attended.append(1))
+
+    def loss_of(rows: DataProto, mini_batch: BatchCounts) -> tuple[Tensor, dict[str, Tensor | TokenMean]]:
+        passes.append(model(rows["input_ids"], use_cache=False).logits)
+        return passes[0].square().mean(), {}
+
+    part = DataProto(
+        {
+            "input_ids": ids,
+            "attention_mask": torch.ones(2, 12, dtype=torch.int64),
+            "position_ids": torch.arange(12).repeat(2, 1),
+            "response_mask": torch.ones(2, 11, dtype=torch.bool),
+        },
+        meta_info={"mini_batch": BatchCounts(22, 2, 11)},
+    )
+    optimizer = Optimizer(model, OptimConfig(), grad_clip=1.0, role="actor")
+    learn(part, model, optimizer, MicroBatches(2, None, False, balanced=False), Ranks.alone(), loss_of)
+    assert torch.equal(passes[0], expected)
+    assert len(attended) == 1 + checkpoints  # once more for the backward pass
+    assert not any(module.training for module in model.modules())
