@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from rolemesh.algos.aggregation import Aggregation, BatchCounts, TokenMean
 from rolemesh.algos.covariance import token_keys
+from rolemesh.algos.job_loss import token_losses
 from rolemesh.algos.kl import kl_penalty
-from rolemesh.algos.policy_loss import TokenLosses, scale_losses
+from rolemesh.algos.policy_loss import scale_losses
 from rolemesh.catalog.catalog import BUILT_IN, load
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import InvalidConfig
 
 
 def check_policy_loss(job: JobConfig, device: torch.device) -> None:
@@ -77,21 +75,7 @@ def policy_objective(
     """
     config, policy_loss, mask = job.actor, job.policy_loss, _loss_mask(rows)
     aggregate = Aggregation.of(mini_batch, config.loss_agg_mode, config.loss_scale_factor)
-    options: dict[str, Any] = config.values_of(policy_loss.keys) | config.policy_loss.options
-    if policy_loss.choose:
-        options["chosen"] = rows["chosen"]
-    if policy_loss.corrects:
-        options["correction"] = job.algorithm.rollout_correction
-    # Zero masked cells: their loss of 0 must have no gradient, and 0 times an inf or NaN there would be NaN.
-    read = [torch.where(mask, rows[column], 0) for column in policy_loss.reads]
-    with policy_loss.errors_named():
-        tokens = policy_loss.load()(log_probs, *read, mask, **options)
-    if not isinstance(tokens, TokenLosses) or tokens.losses.shape != mask.shape:
-        found = tokens.losses if isinstance(tokens, TokenLosses) else tokens
-        raise InvalidConfig(
-            f"{policy_loss} should return TokenLosses with losses of shape {list(mask.shape)}; it returned "
-            f"{type(tokens).__name__} {list(getattr(found, 'shape', []))}"
-        )
+    tokens = token_losses(log_probs, rows, mask, job)
     losses = tokens.losses
     if "rollout_is_weights" in rows:
         losses = scale_losses(losses, rows["rollout_is_weights"], mask, by_row=policy_loss.row_weights)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rolemesh.algos.job_loss import token_losses
+from rolemesh.algos.policy_loss import row_mean
 from rolemesh.algos.repeated import expected_best, expected_majority, pass_at
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
@@ -87,20 +89,22 @@ async def validate_loss(rows: Iterable[DataProto], roles: Roles) -> Metrics:
 async def validate_pairs(pairs: Iterable[DataProto], roles: Roles, job: JobConfig) -> Metrics:
     """Compute val/loss, the job's loss, and val/rewards/NAME of held-out pairs: means over all of them.
 
+    A pair's loss is the mean over its tokens.
+
     Args:
         pairs: batches of pairs.
         roles: actor and reference are called.
         job: has the loss.
     """
-    loss = job.policy_loss
     parts: list[dict[str, Tensor]] = []
     for some in pairs:
         batch = join(some)
         own, ref = await gather(roles.actor.compute_log_probs(batch), roles.reference.compute_log_probs(batch))
-        read = [batch.union(ref)[name] for name in loss.reads]
-        options = job.actor.values_of(loss.keys)
-        found = loss.load()(own["old_log_probs"], *read, batch["response_mask"], **options)
-        parts.append({"loss": found.losses[:, 0], **found.of_rows})
+        mask = batch["response_mask"]
+        found = token_losses(own["old_log_probs"], batch.union(ref), mask, job)
+        counted = mask if found.accepted is None else found.accepted
+        losses = row_mean(found.losses.double(), counted)[:, 0]  # float64: the mean of equal losses is exact
+        parts.append({"loss": losses.to(found.losses.dtype), **found.of_rows})
     return {f"val/{name}": torch.cat([part[name] for part in parts]).mean().item() for name in parts[0]}
 
 

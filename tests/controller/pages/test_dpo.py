@@ -9,21 +9,26 @@ from unittest.mock import patch
 import pytest
 import torch
 from float64 import in_float64
-from in_process import recorded, train
+from in_process import recorded, train, workers
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
+from rolemesh.algos.job_loss import token_losses
+from rolemesh.algos.policy_loss import row_mean
+from rolemesh.catalog.loading import forget
 from rolemesh.config import JobConfig
 from rolemesh.config.base import merge
 from rolemesh.config.job import make_job
 from rolemesh.data.pairs import PairDataset
 from rolemesh.data.parquet import write_rows
-from rolemesh.errors import InvalidConfig
+from rolemesh.dataproto import DataProto
+from rolemesh.errors import InvalidConfig, RoleFailed
 from rolemesh.models import sharded
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.services.actor.worker import ActorWorker
 from rolemesh.services.controller.stages.experience import join
+from rolemesh.services.controller.stages.validation import validate_pairs
 
 BETA = 0.3
 
@@ -153,6 +158,75 @@ async def test_a_run_learns_the_preference_and_a_resumed_one_ends_bit_for_bit_al
     assert records[0]["val/loss"] == pytest.approx(torch.log(torch.tensor(2.0)).item())
     assert records[-1]["val/loss"] < records[0]["val/loss"]
     assert records[-1]["val/rewards/margins"] > 0
+
+
+PLUGIN = """
+from pydantic import Field
+
+from rolemesh.algos.policy_loss import TokenLosses
+from rolemesh.plugins import Options, page, policy_loss
+from rolemesh.services.controller.stages.experience import join
+
+
+class Margin(Options):
+    margin: float = Field(1.0)
+
+
+@policy_loss("margins", reads=("contexts",), options=Margin)
+def margins(log_probs, contexts, response_mask, *, margin):
+    if margin < 0:
+        raise KeyError("margin")
+    return TokenLosses(margin * (contexts == 1) + 0 * log_probs)
+
+
+@page("own_pairs", learns_from="pairs", losses=("margins",), roles=("actor", "reference"))
+async def own_pairs(prompts, roles, step):
+    batch = join(prompts)
+    return step.report(batch, await roles.actor.update(batch))
+"""
+
+
+async def test_a_plugins_loss_is_validated_with_its_options_and_over_all_tokens_of_a_pair(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """The loss is the margin on the rejected answer's tokens, and 0 on those of the chosen one before it."""
+    file = tmp_path / "own.py"
+    file.write_text(PLUGIN)
+
+    def job_of(margin: float) -> JobConfig:
+        loss = {"loss_mode": "margins", "options": {"margin": margin}}
+        sections = {"plugins": [str(file)], "algorithm": {"page": "own_pairs"}, "actor": {"policy_loss": loss}}
+        return dpo_job(tmp_path, tiny_model, **sections)
+
+    try:
+        job = job_of(3.0)
+        with workers(job) as roles:
+            data = PairDataset(job.data.val_files, job.data, load_tokenizer(job.actor.model))
+            found = await validate_pairs(data.batches(2), roles, job)
+            batch = join(data.batch(range(5)))
+            mask, rejected = batch["response_mask"], batch["contexts"] == 1
+            shares = (mask & rejected).sum(1) / mask.sum(1)
+            assert len(set(shares.tolist())) > 2
+            assert found == {"val/loss": pytest.approx(3 * shares.mean().item())}
+            with pytest.raises(
+                RoleFailed, match=r"policy loss margins of .* raised KeyError: 'margin' \(own\.py"
+            ):
+                await validate_pairs(data.batches(2), roles, job_of(-1.0))
+    finally:
+        forget(str(file))
+
+
+@pytest.mark.parametrize("loss", ["dpo", "dpo_norm", "ipo"])
+def test_a_pairs_loss_has_the_same_bits_as_the_mean_over_its_tokens(loss: str) -> None:
+    """So val/loss of a built-in loss, which stands at each token, is what it was from the first token."""
+    torch.manual_seed(0)
+    mask = torch.rand(200, 37) < 0.6
+    rows = DataProto(
+        {"ref_log_probs": -torch.rand(200, 37), "contexts": (torch.arange(37) > 15).long().expand(200, 37)}
+    )
+    job = make_job({"algorithm": {"page": "dpo"}, "actor": {"policy_loss": {"loss_mode": loss}}})
+    losses = token_losses(-torch.rand(200, 37), rows, mask, job).losses
+    assert torch.equal(row_mean(losses.double(), mask)[:, 0].float(), losses[:, 0])
 
 
 @pytest.mark.parametrize(
