@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from rolemesh.catalog.agents import AGENTS
 from rolemesh.catalog.catalog import BUILT_IN
-from rolemesh.catalog.estimators import BY_COMPONENTS, BY_CRITIC, BY_GREEDY, BY_TURN
+from rolemesh.catalog.estimators import BY_CRITIC, BY_GREEDY
 from rolemesh.catalog.pages import PAGES
+from rolemesh.config.algorithm import check_adaptive_kl, check_calls, check_estimator
 
 if TYPE_CHECKING:
     from rolemesh.config.job import JobConfig
@@ -19,6 +20,7 @@ def check_sections(job: JobConfig) -> None:
     """Raise ValueError for the first pair of sections that contradict each other."""
     _check_keys(job)
     _check_page(job)
+    check_calls(job)
     _check_batches(job)
     _check_schedules(job)
     if job.trainer.save_best and job.trainer.test_freq < 1:
@@ -27,8 +29,9 @@ def check_sections(job: JobConfig) -> None:
             f"trainer.test_freq is {job.trainer.test_freq}; set it"
         )
     if job.estimates:
-        _check_estimator(job)
+        check_estimator(job)
         _check_greedy(job)
+    check_adaptive_kl(job)
     for key, is_used in (("rollout", job.generates), ("rollout.val_kwargs", job.generates and job.validates)):
         if is_used and (reason := job.rollout.raised_temperature(key) or equal_answers(job, key)):
             raise ValueError(reason)
@@ -163,37 +166,6 @@ def _check_schedules(job: JobConfig) -> None:
                 f"{role}.optim.{key} is {getattr(optim, key)}, which depends on the total number of steps, "
                 "but trainer.total_training_steps is not set; set it"
             )
-
-
-def _check_estimator(job: JobConfig) -> None:
-    estimator = job.estimator
-    if estimator.compares and job.rollout.n == 1:
-        raise ValueError(
-            f"algorithm.adv_estimator {estimator.name} compares the responses to one prompt, but rollout.n is "
-            "1; set rollout.n to 2 or more"
-        )
-    if BY_TURN in estimator.reads and not job.rollout.multi_turn.enable:
-        raise ValueError(
-            f"algorithm.adv_estimator {estimator.name} compares turns of conversations, but "
-            "rollout.multi_turn.enable is false; set it to true, or use grpo"
-        )
-    own = [key for key in job.algorithm.gdpo_reward_keys if key not in ("score", "acc")]
-    by_components = BY_COMPONENTS in estimator.reads
-    if by_components and own and job.reward.custom_reward_function.path is None:
-        raise ValueError(
-            f"algorithm.gdpo_reward_keys names {own[0]}, which only your own function could return, but "
-            "reward.custom_reward_function.path is not set; name your file"
-        )
-    if by_components and job.reward.overlong_buffer.enable:
-        raise ValueError(
-            "reward.overlong_buffer.enable is true and changes the score, but algorithm.adv_estimator "
-            f"{estimator.name} uses only the reward's components; set enable to false"
-        )
-    if estimator.needs_distribution and job.algorithm.rollout_correction.bypass_mode:
-        raise ValueError(
-            f"algorithm.adv_estimator {estimator.name} reads statistics of the actor's distributions before "
-            "the update, but algorithm.rollout_correction.bypass_mode leaves that call out; set it to false"
-        )
 
 
 def _check_greedy(job: JobConfig) -> None:

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from rolemesh.algos.kl import KLController
 from rolemesh.catalog.estimators import ESTIMATORS
 from rolemesh.catalog.pages import PAGES
 from rolemesh.columns import COLUMNS
 from rolemesh.config.algorithm import AlgorithmConfig
-from rolemesh.config.job import make_job
+from rolemesh.config.job import JobConfig, make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, InvalidConfig
 from rolemesh.graph import record
@@ -260,6 +261,14 @@ def test_turns_are_those_of_conversations() -> None:
             "kl_ctrl.type is adaptive, but use_kl_in_reward is false",
         ),
         (
+            {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "kl_coef": 0}},
+            "kl_ctrl.kl_coef is 0, and a multiple of 0 stays 0",
+        ),
+        (
+            {"page": "grpo"},
+            "adv_estimator is gae, which needs a critic, but page grpo calls none; set algorithm.page to ppo",
+        ),
+        (
             {"adv_estimator": "grpo", "filter_groups": {"max_num_gen_batches": 3}},
             "max_num_gen_batches is 3, but enable is false",
         ),
@@ -290,6 +299,44 @@ def test_gdpo_and_a_punishment_of_the_score_contradict() -> None:
     sections["reward"] |= {"reward_manager": "dapo", "overlong_buffer": {"enable": True, "len": 4}}
     with pytest.raises(InvalidConfig, match=r"overlong_buffer\.enable .* algorithm\.adv_estimator gdpo"):
         make_job(sections)
+
+
+@pytest.mark.parametrize("key", ["turn_reward_weight", "episode_reward_weight"])
+def test_gdpo_and_an_environment_that_rewards_contradict(key: str) -> None:
+    """Its rewards are in the score, and in no component."""
+    sections = job_sections("gdpo")
+    weights = {"turn_reward_weight": 0, "episode_reward_weight": 0}
+    sections["rollout"] |= {"multi_turn": {"enable": True, **weights}}
+    make_job(sections)
+    sections["rollout"]["multi_turn"][key] = 0.5
+    with pytest.raises(
+        InvalidConfig, match=rf"multi_turn\.{key} is 0\.5 .*environment's rewards .* gdpo uses only"
+    ):
+        make_job(sections)
+
+
+def test_the_adapted_weight_of_the_kl_cannot_reach_zero_in_a_step() -> None:
+    """250 prompts with 2 answers: by 0.2·500/horizon at most."""
+
+    def adapted(horizon: int) -> JobConfig:
+        kl_ctrl = {"type": "adaptive", "kl_coef": 0.1, "horizon": horizon}
+        return make_job(
+            {
+                "algorithm": {"use_kl_in_reward": True, "kl_ctrl": kl_ctrl},
+                "data": {"train_batch_size": 250},
+                "actor": {"ppo_mini_batch_size": 250, "ppo_micro_batch_size_per_gpu": 10},
+                "critic": {"ppo_micro_batch_size_per_gpu": 10},
+                "rollout": {"n": 2},
+            }
+        )
+
+    controller = KLController(adapted(101).algorithm.kl_ctrl)
+    controller.update(0.0, 500)
+    assert controller.value == pytest.approx(0.1 / 101)
+    with pytest.raises(
+        InvalidConfig, match=r"horizon is 100, but a step has 500 samples.*set horizon to 101 or more"
+    ):
+        adapted(100)
 
 
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"temperature": 0}, {"top_k": 1}])

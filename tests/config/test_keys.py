@@ -48,6 +48,7 @@ def effective(readers: set[str]) -> set[str]:
     idle = (
         "rolemesh/planner/",
         "rolemesh/config/agreement.py",
+        "rolemesh/config/algorithm.py: check_",
         "rolemesh/config/switches.py",
         "services/command_line/plan.py",
     )

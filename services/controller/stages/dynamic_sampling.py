@@ -22,6 +22,7 @@ from rolemesh.roles import Metrics
 log = logging.getLogger(__name__)
 
 EXTRA = "reward_extra_info"
+WARN_AFTER = 10  # batches of prompts that have given a step nothing to learn from
 
 
 @dataclass
@@ -152,6 +153,12 @@ class DynamicSampling:
                 "resumes from its last checkpoint"
             )
         log.info("found %s whose answers differ after %d batches of prompts", found, search.num_rounds)
+        if search.num_rounds == WARN_AFTER and not search.num_differing:
+            log.warning(
+                "no prompt of %d batches has answers that differ in algorithm.filter_groups.metric; acc is the "
+                "reward function's alone, seq_reward includes the environment's rewards",
+                WARN_AFTER,
+            )
 
     def take(self) -> tuple[DataProto, Metrics]:
         """Take the step's batch, the groups that have waited longest, and the metrics of all groups.

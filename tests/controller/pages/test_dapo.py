@@ -296,6 +296,17 @@ async def test_groups_that_waited_for_a_resume_are_learnt_from_though_scores_tel
     assert scores.tolist() == [1, 0] * len(learnt)
 
 
+async def test_a_search_that_finds_nothing_in_ten_batches_warns_once_and_names_the_metric(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, roles = world.roles(lambda uid: False)
+    with pytest.raises(InvalidData, match="after 21 batches"):
+        await world.step(1, world.sampling(gen_batch=1, size=1, max_batches=21), roles, 2)
+    [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "no prompt of 10 batches has answers that differ in algorithm.filter_groups.metric" in warning
+    assert "seq_reward includes the environment's rewards" in warning
+
+
 async def test_just_as_many_batches_as_a_step_may_answer_are_no_error(world: World) -> None:
     sampling = world.sampling(gen_batch=3, size=2, max_batches=3)
     _, roles = world.roles(lambda uid: uid.endswith("@3"))

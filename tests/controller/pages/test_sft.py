@@ -223,6 +223,15 @@ def test_no_estimator_wants_several_responses_where_none_are_answered(
         sft_job(tmp_path, tiny_model, **merged, trainer={"critic_warmup": 2})
 
 
+def test_a_kl_to_a_reference_that_the_page_does_not_call_is_refused_by_its_key(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        InvalidConfig, match=r"actor\.use_kl_loss is true, but page sft calls no reference policy"
+    ):
+        sft_job(tmp_path, tiny_model, actor={"use_kl_loss": True})
+
+
 @pytest.mark.parametrize(
     ("name", "is_known"), [("val/loss", True), ("val/sums/loss", True), ("val/sum/loss", False)]
 )
