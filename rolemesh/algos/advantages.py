@@ -6,6 +6,8 @@ in rolemesh/catalog/estimators.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -32,15 +34,14 @@ def compute_gae(
         ValueError: the tensors differ in shape.
     """
     require_one_shape(token_level_rewards=token_level_rewards, values=values, response_mask=response_mask)
-    next_value = torch.zeros_like(values[:, 0])
-    running = torch.zeros_like(next_value)
-    advantages = torch.empty_like(values)
-    for t in reversed(range(values.shape[1])):
-        sampled = response_mask[:, t]
-        delta = token_level_rewards[:, t] + gamma * next_value - values[:, t]
+    next_value = running = torch.zeros_like(values[:, 0])
+    found = []
+    for reward, value, sampled in backwards(token_level_rewards, values, response_mask):
+        delta = reward + gamma * next_value - value
         running = torch.where(sampled, delta + gamma * lam * running, running)
-        next_value = torch.where(sampled, values[:, t], next_value)
-        advantages[:, t] = running
+        next_value = torch.where(sampled, value, next_value)
+        found.append(running)
+    advantages = torch.stack(found[::-1], dim=1)
     return advantages, advantages + values
 
 
@@ -101,11 +102,20 @@ def return_to_go(token_level_rewards: Tensor, response_mask: Tensor, gamma: floa
     """
     require_one_shape(token_level_rewards=token_level_rewards, response_mask=response_mask)
     running = torch.zeros_like(token_level_rewards[:, 0])
-    returns = torch.empty_like(token_level_rewards)
-    for t in reversed(range(returns.shape[1])):
-        running = torch.where(response_mask[:, t], token_level_rewards[:, t] + gamma * running, running)
-        returns[:, t] = running
-    return returns
+    found = []
+    for reward, sampled in backwards(token_level_rewards, response_mask):
+        running = torch.where(sampled, reward + gamma * running, running)
+        found.append(running)
+    return torch.stack(found[::-1], dim=1)
+
+
+def backwards(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the columns [B] of tensors [B, T], from the last token to the first.
+
+    Each is contiguous: walking the columns of the tensors as they are takes two to three times as long.
+    """
+    columns = [tensor.t().contiguous().unbind() for tensor in tensors]
+    return zip(*map(reversed, columns), strict=True)
 
 
 def require_one_shape(**tensors: Tensor) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, tensor
 from torch.testing import assert_close
 
-from rolemesh.algos.advantages import compute_gae
+from rolemesh.algos.advantages import compute_gae, return_to_go
 
 
 def all_of(values: Tensor) -> Tensor:
@@ -63,6 +63,27 @@ def test_gae_of_rows_without_sampled_tokens_is_zero() -> None:
 def test_gae_of_a_response_of_one_token() -> None:
     advantages, returns = compute_gae(tensor([[2.0]]), tensor([[0.5]]), tensor([[True]]), gamma=0.9, lam=0.9)
     assert (advantages.item(), returns.item()) == (1.5, 2.0)
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.97, 0.95), (0.0, 0.5)])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 37)])
+def test_gae_and_the_return_to_go_have_the_bits_of_their_recurrences(
+    shape: tuple[int, int], gamma: float, lam: float
+) -> None:
+    torch.manual_seed(0)
+    rewards, values, mask = torch.randn(shape), torch.randn(shape), torch.rand(shape) < 0.7
+    expected, to_go = torch.empty(shape), torch.empty(shape)
+    following = running = total = torch.zeros(shape[0])
+    for t in reversed(range(shape[1])):
+        delta = rewards[:, t] + gamma * following - values[:, t]
+        running = torch.where(mask[:, t], delta + gamma * lam * running, running)
+        following = torch.where(mask[:, t], values[:, t], following)
+        total = torch.where(mask[:, t], rewards[:, t] + gamma * total, total)
+        expected[:, t], to_go[:, t] = running, total
+    advantages, returns = compute_gae(rewards, values, mask, gamma=gamma, lam=lam)
+    assert torch.equal(advantages, expected)
+    assert torch.equal(returns, expected + values)
+    assert torch.equal(return_to_go(rewards, mask, gamma), to_go)
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
