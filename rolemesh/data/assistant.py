@@ -9,9 +9,9 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from rolemesh.data.messages import Message
 from rolemesh.errors import InvalidData
 
-Message = Mapping[str, Any]
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the tag of templates that mark what the assistant says
 
 

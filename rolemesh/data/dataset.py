@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from rolemesh.catalog.agents import AGENTS, ONE_TURN
 from rolemesh.config.data import DataConfig
 from rolemesh.config.reward import RewardConfig
+from rolemesh.data.messages import is_chat, unwritten, without_none
 from rolemesh.data.order import Rows, permutation
 from rolemesh.data.progress_bar import track
 from rolemesh.data.source import load_rows
@@ -186,8 +187,7 @@ class PromptDataset:
                 f"should hold a list of {{role, content}}, both text; it holds {prompt!r:.200}",
             )
         del row[self.config.prompt_key]  # saves memory: only the ids are needed from here on
-        # A template may test "is defined", and a null says nothing.
-        messages = [{k: v for k, v in message.items() if v is not None} for message in prompt]
+        messages = without_none(prompt)
         tools = self._tools_of(position, row)
         opens = True
         if self._agents:
@@ -208,6 +208,8 @@ class PromptDataset:
         except Exception as error:  # the template is the model's code and may raise anything
             said = f"is refused by the chat template: {error}"
             raise self._wrong(position, self.config.prompt_key, said) from error
+        if found := unwritten(messages, text):
+            raise self._wrong(position, self.config.prompt_key, found)
         return text
 
     def _tools_of(self, position: int, row: dict[str, Any]) -> list[Mapping[str, Any]]:
@@ -352,24 +354,6 @@ def _check_for_a_rule(
             f"compare responses with: {error}. Correct it, or set reward.custom_reward_function.path to a "
             "function that reads it, or finds it elsewhere"
         ) from None
-
-
-def is_chat(prompt: Any) -> bool:
-    """True for a non-empty list of messages, each with a role and content.
-
-    Content is text or a list of parts. It may be missing if the message has another value (tool_calls).
-    """
-    return (
-        isinstance(prompt, list)
-        and bool(prompt)
-        and all(isinstance(message, dict) and _is_message(message) for message in prompt)
-    )
-
-
-def _is_message(message: dict[str, Any]) -> bool:
-    role, content = message.get("role"), message.get("content")
-    says_else = content is None and any(v is not None for k, v in message.items() if k != "role")
-    return bool(role) and isinstance(role, str) and (isinstance(content, str | list) or says_else)
 
 
 def longest_token(tokenizer: Any) -> int:

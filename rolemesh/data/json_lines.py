@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, NoReturn
 
 import pyarrow as pa
 
-from rolemesh.data.parquet import MAX_COLUMN_BYTES, MAX_COLUMN_VALUES, not_json
+from rolemesh.data.parquet import MAX_COLUMN_BYTES, MAX_COLUMN_VALUES, not_json, warn_of_media
 from rolemesh.errors import InvalidData
 
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
@@ -66,6 +66,7 @@ def read_json_table(file: Path, required: Sequence[str], optional: Sequence[str]
             )
     if not lines:
         raise InvalidData(f"{file} has no rows")
+    warn_of_media(file, having)
     return JsonTable(lines, [name for name in (*required, *optional) if name in having])
 
 

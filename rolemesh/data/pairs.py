@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from rolemesh.data.assistant import Message
-from rolemesh.data.dataset import is_chat
-from rolemesh.data.supervised import Conversation, Ids, Row, RowsWithResponses, cell, without_none
+from rolemesh.data.messages import Message, is_chat, without_none
+from rolemesh.data.supervised import Conversation, Ids, Row, RowsWithResponses, cell
 
 
 class PairDataset(RowsWithResponses):
@@ -18,8 +17,8 @@ class PairDataset(RowsWithResponses):
     padding is removed (docs/decisions/0023-a-pair-is-a-row.md).
 
     A row of the files has a prompt (text or messages), and chosen and rejected (text, or the messages after
-    the prompt). Without a prompt, chosen and rejected are whole conversations. The arguments are those of
-    RowsWithResponses.
+    the prompt). Or chosen and rejected are whole conversations: their common beginning is the prompt, and holds
+    that of the row if it has one. The arguments are those of RowsWithResponses.
     """
 
     layout = "pairs"
@@ -28,11 +27,18 @@ class PairDataset(RowsWithResponses):
         config = self.config
         keys = config.chosen_key, config.rejected_key
         prompt: list[Message] = []
-        if (given := cell(row, config.prompt_key)) is not None:
+        if (given := cell(row, config.prompt_key)) not in (None, "", []):
             prompt = self._chat(position, config.prompt_key, given, "user")
         sides = [self._chat(position, key, cell(row, key), "assistant" if prompt else "") for key in keys]
-        if not prompt:
-            prompt = _common(*sides)
+        if not prompt or all(side[0].get("role") != "assistant" for side in sides):
+            stated, prompt = prompt, _common(*sides)
+            if not _holds(prompt, stated):
+                raise self._wrong(
+                    position,
+                    config.prompt_key,
+                    f"is not in the messages with which both {keys[0]!r} and {keys[1]!r} begin. Correct it; or "
+                    "set data.prompt_key to a name that no column has, and their beginning is the prompt",
+                )
             sides = [side[len(prompt) :] for side in sides]
         if sides[0] == sides[1]:
             raise self._wrong(position, keys[0], f"equals {keys[1]!r}; a pair needs two responses")
@@ -73,3 +79,8 @@ def _common(a: list[Message], b: list[Message]) -> list[Message]:
     """Return the messages with which both begin."""
     length = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     return a[:length]
+
+
+def _holds(messages: list[Message], some: list[Message]) -> bool:
+    """Return whether `some` occur in `messages`, one after another."""
+    return any(messages[at : at + len(some)] == some for at in range(len(messages) - len(some) + 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -14,6 +15,9 @@ import pyarrow.parquet as pq
 from rolemesh.data.column_process import TooLarge, read_bounded
 from rolemesh.errors import InvalidData
 
+logger = logging.getLogger(__name__)
+
+MEDIA_COLUMNS = ("images", "videos", "audios")  # verl's names
 MAX_DEPTH = 64  # nesting of lists and dicts, as on the wire
 # Limits for each column of a file. A file of kilobytes may unpack to any size, since equal cells compress well.
 MAX_COLUMN_BYTES = 4 << 30  # unpacked cells; all prompts of a run are held in memory
@@ -47,6 +51,7 @@ def read_table(file: Path, required: Sequence[str], optional: Sequence[str] = ()
                 raise InvalidData(f"{file} has two columns {twice[0]!r}")
             _check_claim(metadata, wanted, file)
             table = _read(opened, wanted, file)
+            warn_of_media(file, names)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         if getattr(error, "errno", None):  # an I/O error, which may pass; the file is not to blame
             raise
@@ -56,6 +61,12 @@ def read_table(file: Path, required: Sequence[str], optional: Sequence[str] = ()
     for column in wanted:
         check_cells(table.column(column), f"column {column!r}", file)
     return table
+
+
+def warn_of_media(file: Path, columns: Iterable[str]) -> None:
+    """Warn if a file has columns of pictures, videos or sounds: its prompts may mean little without them."""
+    if media := sorted({*MEDIA_COLUMNS}.intersection(columns)):
+        logger.warning("%s: column %r is not read; messages are text only", file, media[0])
 
 
 def read_whole(file: Path) -> pa.Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,9 @@ import torch
 from numpy.typing import NDArray
 
 from rolemesh.config.data import DataConfig
-from rolemesh.data.assistant import Message, render, tokenised
-from rolemesh.data.dataset import TOKENISE_AT_ONCE, digest_of, is_chat, limited
+from rolemesh.data.assistant import Rendered, render, tokenised
+from rolemesh.data.dataset import TOKENISE_AT_ONCE, digest_of, limited
+from rolemesh.data.messages import Message, is_chat, unwritten, without_none
 from rolemesh.data.order import Rows
 from rolemesh.data.progress_bar import track
 from rolemesh.data.source import load_rows
@@ -174,11 +176,35 @@ class RowsWithResponses:
                 source = str(row.get(self.config.reward_fn_key) or "data")
                 yield position, source, [self._learned(position, each, *ids) for each, ids in made]
 
-    def _rendered(self, position: int, row: Mapping[str, Any], of: Conversation, tokenizer: Any) -> Any:
+    def _rendered(self, position: int, row: Mapping[str, Any], of: Conversation, tokenizer: Any) -> Rendered:
+        tools = self._tools(position, row)
         try:
-            return render(tokenizer, of.messages, row.get(self.config.tools_key) or (), self._variables)
+            rendered = render(tokenizer, of.messages, tools, self._variables)
         except InvalidData as error:
             raise self._wrong(position, of.column, f"cannot be used: {error}") from error
+        if found := unwritten(of.messages, rendered.text):
+            raise self._wrong(position, of.column, found)
+        return rendered
+
+    def _tools(self, position: int, row: Mapping[str, Any]) -> list[Message]:
+        """Return the tools of a row: a list of JSON schemas.
+
+        The list or each schema may be JSON text, since schemas of different shapes have no common Parquet type.
+        """
+        given = row.get(self.config.tools_key)
+        try:
+            tools = (json.loads(given) if isinstance(given, str) and given else given) or []
+            if isinstance(tools, list):
+                tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]
+        except (ValueError, RecursionError):
+            tools = None
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise self._wrong(
+                position,
+                self.config.tools_key,
+                f"should hold a list of JSON schemas, or this list as JSON text; it holds {given!r:.200}",
+            )
+        return tools
 
     def _learned(self, position: int, of: Conversation, ids: list[int], turns: list[int]) -> tuple[Ids, Ids]:
         """Return the ids and turns of a conversation, without the turns that are given."""
@@ -271,11 +297,6 @@ def _without(turn: int, given: int) -> int:
     if abs(turn) <= given or -turn == given + 1:
         return -1
     return turn - given if turn > 0 else turn + given
-
-
-def without_none(messages: Sequence[Message]) -> list[Message]:
-    """Drop keys that Arrow adds from other rows' messages with value None: a template may test "is defined"."""
-    return [{k: v for k, v in message.items() if v is not None} for message in messages]
 
 
 def cell(row: Mapping[str, Any], key: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,26 @@ def test_a_response_may_be_within_a_column(tmp_path: Path) -> None:
         assert learned(dataset(tmp_path, [row], **keys))[1] == ["5", "<|im_end|>"]
     with pytest.raises(InvalidData, match=r"column 'extra_info\.text' should hold text; it holds None"):
         dataset(tmp_path, [row], response_key="extra_info.text")
+
+
+def test_tools_may_be_json_text(tmp_path: Path) -> None:
+    """As TRL's users have them: tools whose arguments differ have no common Parquet type."""
+    tools = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("add", "sort")]
+    tokenizer = tokenizer_with("{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + MARKED)
+    digests = []
+    for number, given in enumerate((tools, json.dumps(tools), [*map(json.dumps, tools)], "null", "", None)):
+        file = tmp_path / f"{number}.jsonl"
+        file.write_text(json.dumps({"messages": [USER, SAYS], "tools": given}))
+        digests.append(SupervisedDataset([file], DataConfig(max_length=512), tokenizer).digest)
+    assert len(set(digests[:3])) == len(set(digests[3:])) == 1
+    assert digests[0] != digests[3]
+
+
+@pytest.mark.parametrize("tools", [5, "add", '{"type": "function"}', {"type": "function"}, [5], ["add"]])
+def test_tools_that_are_no_schemas_are_named(tmp_path: Path, tools: Any) -> None:
+    said = r"row 0: column 'tools' should hold a list of JSON schemas, or this list as JSON text; it holds "
+    with pytest.raises(InvalidData, match=said):
+        dataset(tmp_path, [{"messages": [USER, SAYS], "tools": tools}])
 
 
 @pytest.mark.parametrize(
