@@ -300,7 +300,7 @@ def check_scoring(
     as in extra_info.
 
     Args:
-        row: with its columns data_source and reward_model.
+        row: with its columns data_source and reward_model, and extra_info if it has one.
         config: the columns' names.
         where: the row's file and number; the message begins with it.
         reward: how a run scores responses; None: nothing scores them.
@@ -308,18 +308,20 @@ def check_scoring(
     Raises:
         InvalidData: it does not, or they cannot.
     """
-    source, scored_by = row[config.reward_fn_key], row[config.reward_model_key]
-    scored_by = {} if scored_by is None else scored_by  # a struct of nulls comes as {}, and says as little
+    source, scored_by, extra = row[config.reward_fn_key], row[config.reward_model_key], row.get("extra_info")
+    # A struct of nulls comes as {}, and says as little as null.
+    scored_by, extra = ({} if cell is None else cell for cell in (scored_by, extra))
     for column, cell, kind in (
         (config.reward_fn_key, source or None, str),
         (config.reward_model_key, scored_by, dict),
+        ("extra_info", extra, dict),
     ):
         if not isinstance(cell, kind):
             raise InvalidData(
                 f"{where}: column {column!r} should hold a {kind.__name__}; it holds {row[column]!r:.200}"
             )
     try:
-        for column, cell in ((config.reward_model_key, scored_by), ("extra_info", row.get("extra_info"))):
+        for column, cell in ((config.reward_model_key, scored_by), ("extra_info", extra)):
             to_json(cell, f"{where}: column {column!r}")
     except InvalidBatch as error:  # a data set of a plug-in may hold anything
         raise InvalidData(str(error)) from None

@@ -86,7 +86,7 @@ def load_rows(
         return read_answered_rows(files, config, layout)
     with config.source.errors_named():
         rows = config.source.load()(files, config, split, **config.options)
-    if hasattr(rows, "where"):
+    if hasattr(rows, "rows") and hasattr(rows, "where"):  # a DataFrame of pandas has a `where` alone
         source: RowSource = rows
         return source
     if not hasattr(rows, "__getitem__") or not hasattr(rows, "__len__"):
@@ -94,7 +94,8 @@ def load_rows(
             f"data set {config.dataset} should return a sequence of rows; it returned {type(rows).__name__}"
         )
     if not len(rows):
-        raise InvalidData(f"data set {config.dataset} returned no rows for split {split!r}")
+        way_out = "; or set trainer.val_before_train to false and trainer.test_freq to -1" * (split == "val")
+        raise InvalidData(f"data set {config.dataset} returned no rows for split {split!r}{way_out}")
     scoring = (config.reward_fn_key, config.reward_model_key) if layout == "prompts" else ()
     required = (config.prompt_key, *scoring) if layout in ("prompts", "bare prompts") else ()
     return GivenRows(rows, config.source, required)

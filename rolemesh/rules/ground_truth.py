@@ -11,18 +11,22 @@ def right_answers(ground_truth: Any) -> list[str]:
     """Return the correct answers in text, a number, a list of these, or {"target": one of these}.
 
     Raises:
-        ValueError: it is none of these, has no answer, or has NaN as one.
+        ValueError: it is none of these, has no answer, or has blank text, a boolean or NaN as one.
     """
     if isinstance(ground_truth, Mapping) and "target" in ground_truth:
         ground_truth = ground_truth["target"]
     answers = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
     if not answers or not all(map(_is_answer, answers)):
         raise ValueError(
-            "ground_truth should be text, a number, a list of these or {'target': …}; "
+            "ground_truth should be text, a number, a list of these or {'target': …}, without blank text; "
             f"it is {ground_truth!r:.200}"
         )
     return [str(answer) for answer in answers]
 
 
 def _is_answer(value: Any) -> bool:
-    return isinstance(value, str | int) or (isinstance(value, float) and not math.isnan(value))
+    if isinstance(value, str):
+        return bool(value.strip())
+    if isinstance(value, float):
+        return not math.isnan(value)
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -265,6 +265,19 @@ def test_a_data_set_without_rows_is_refused_by_name(write: Write) -> None:
         load_rows([], job.data, "val")
 
 
+def test_a_table_that_has_a_where_of_its_own_is_no_source_of_rows(write: Write) -> None:
+    """As a DataFrame of pandas, whose `[0]` is a column."""
+    from rolemesh.data.source import load_rows
+
+    code = (
+        "class Frame(dict):\n    def where(self, condition): ...\n"
+        '@dataset("f")\ndef f(files, config, split): return Frame(prompt=["2+2="])'
+    )
+    source = load_rows([], job_of(write(code), data={"dataset": "f"}).data, "train")
+    with pytest.raises(RolemeshError, match=r"data set f of .*KeyError: 0"):
+        source.rows([0])
+
+
 def test_rolemeshs_own_parts_are_of_rolemesh() -> None:
     assert {
         part.origin for catalog in NAMED.values() for part in catalog.values() if "rolemesh." in str(part.code)

@@ -90,7 +90,12 @@ def test_only_a_rule_needs_a_ground_truth(name: str, empty: dict[str, Any] | Non
                 ("math", [None], r"it is \[None\]"),
                 ("math", {"target": None, "x": 1}, r"it is (None|{'x': 1})"),
                 ("openai/gsm8k", "seven", "'seven' is not a number"),
-                ("openai/gsm8k", ["7", ""], r"\['7', ''\] is not a number"),
+                ("openai/gsm8k", ["7", "x"], r"\['7', 'x'\] is not a number"),
+                ("openai/gsm8k", ["7", ""], r"without blank text; it is \['7', ''\]"),
+                ("math", "", "without blank text; it is ''"),
+                ("math_dapo", {"target": [" \n"]}, "without blank text; it is "),
+                ("numina_cn_k12", " ", "without blank text; it is ' '"),
+                ("math", True, "it is True"),
                 ("apps", "7", "should hold inputs and outputs"),
                 ("apps", {"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
                 ("apps", '{"inputs": null, "outputs": ["1"]}', "should hold lists of inputs"),
@@ -146,6 +151,26 @@ def test_a_cell_of_a_plug_in_that_no_message_can_hold_is_named(columns: dict[str
             PromptDataset((), config, TOKENIZER, **TALKS)
 
 
+@pytest.mark.parametrize("extra", ['{"index": 1}', [{"index": 1}], 0, "", [], False])
+def test_extra_info_that_is_no_mapping_is_refused_at_the_start(extra: Any, tmp_path: Path) -> None:
+    """By any job that scores: the contract of the reward has a mapping in this column."""
+    file = written(tmp_path / "a.jsonl", [row("a"), row("b", extra_info=extra)])
+    with pytest.raises(
+        InvalidData, match=r"a\.jsonl, row 1: column 'extra_info' should hold a dict; it holds "
+    ):
+        dataset(file, reward=make_job(OWN_FUNCTION).reward)
+    assert len(dataset(file, scored=False)) == 2
+
+
+@pytest.mark.parametrize("source", ["openai/gsm8k", "math", "math_dapo"])
+def test_verls_rules_refuse_a_blank_ground_truth_which_an_empty_answer_would_match(
+    source: str, tmp_path: Path
+) -> None:
+    file = written(tmp_path / "a.jsonl", [row("a", data_source=source, reward_model={"ground_truth": ""})])
+    with pytest.raises(InvalidData, match=r"row 0: column 'reward_model' .*without blank text; it is ''"):
+        dataset(file, reward=RewardConfig(rules="verl"))
+
+
 def test_verls_rule_of_gsm8k_compares_any_text(tmp_path: Path) -> None:
     truths: list[Any] = ["seven", "1,000", 7, {"target": ["7", 7.5]}]
     rows = [row("a", data_source="openai/gsm8k", reward_model={"ground_truth": truth}) for truth in truths]
@@ -173,6 +198,23 @@ def test_only_rows_that_a_run_scores_must_be_scorable(
     for split, read in (("train", training_data), ("val", validation_data)):
         with pytest.raises(InvalidData, match="my/set") if split in refused else nullcontext():
             read(job, TOKENIZER, None)
+
+
+def test_a_data_set_of_a_plug_in_needs_validation_rows_only_to_validate() -> None:
+    def rows(files: Any, config: Any, split: str) -> list[dict[str, Any]]:
+        return [row("a")] if split == "train" else []
+
+    with DATASETS.adding(DatasetSpec(name="own", code=rows)):
+        one = {"ppo_mini_batch_size": 1, "ppo_micro_batch_size_per_gpu": 1}
+        sections = {"data": {"dataset": "own", "train_batch_size": 1}, "actor": one, "critic": one}
+        job = make_job({**sections, "trainer": NEVER})
+        assert len(training_data(job, TOKENIZER, None)[0]) == 1
+        assert validation_data(job, TOKENIZER, None) is None
+        job = make_job({**sections, "trainer": {**NEVER, "test_freq": 1}})
+        with pytest.raises(
+            InvalidData, match=r"no rows for split 'val'; or set trainer\.val_before_train to false"
+        ):
+            validation_data(job, TOKENIZER, None)
 
 
 def test_a_page_of_a_plug_in_may_score_its_rows_by_itself(tmp_path: Path) -> None:

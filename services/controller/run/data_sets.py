@@ -46,7 +46,7 @@ def with_total_steps(job: JobConfig, total_steps: int) -> JobConfig:
 
 
 def validation_data(job: JobConfig, tokenizer: Any, agents: Agents | None) -> Dataset | None:
-    """Return the validation rows; None if the job has no validation.
+    """Return the validation rows; None if the job names no files for them and never validates.
 
     Raises:
         InvalidConfig, InvalidData: validation is wanted without data or a reward, its rows cannot be used, or
@@ -58,7 +58,7 @@ def validation_data(job: JobConfig, tokenizer: Any, agents: Agents | None) -> Da
             "data.val_files; set trainer.val_before_train to false and trainer.test_freq to -1, or name reward "
             "among the page's roles"
         )
-    if job.data.has_validation:
+    if job.validates or job.data.val_files:
         data = _dataset(job, job.data.val_files, "val", tokenizer, agents)
         if job.trainer.save_best and not job.trainer.val_only:
             cells = (cell for rows in data.batches(job.data.val_batch_size) for cell in rows["data_source"])
