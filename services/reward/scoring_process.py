@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from rolemesh.errors import InvalidConfig, RewardFailed
 from rolemesh.services.reward.functions import ScoreFunction, default_compute_score
 from rolemesh.services.reward.functions.custom import load_function
+from rolemesh.services.reward.managers import PLURAL, score_together
 from rolemesh.services.reward.scoring_call import Scorer
 from rolemesh.telemetry.logs import shown
 
@@ -105,7 +106,9 @@ def _scorer(config: RewardConfig, manager: Callable[..., Any], plugin: str | Non
     compute_score: ScoreFunction = partial(default_compute_score, config=config)
     name = "default_compute_score"
     if custom.path is not None:
-        compute_score, name = load_function(custom), f"{custom.name} of {custom.path}"
+        arguments = tuple(PLURAL.values() if manager is score_together else PLURAL.keys())
+        compute_score = load_function(custom, None if plugin else arguments)
+        name = f"{custom.name} of {custom.path}"
     if plugin is not None:
         compute_score, name = partial(_as_dict, compute_score), plugin
     return Scorer(manager, compute_score, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from rolemesh.rules.notation import brace_fractions
 from rolemesh.rules.sources import UnknownDataSource
 from rolemesh.services.reward.functions import default_compute_score, math
 from rolemesh.services.reward.functions.custom import load_function
+from rolemesh.services.reward.scoring_pool import first_message
+from rolemesh.services.reward.scoring_process import scorer_in, scorer_of
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "gsm8k" / "train.jsonl"
 
@@ -254,7 +257,9 @@ def test_an_unknown_data_source_is_an_error_that_names_the_known_and_the_way_out
         default_compute_score("my/set", "1", "1")
 
 
-@pytest.mark.parametrize("truth", [None, {}, [], {"inputs": []}, [None], [1, float("nan")]])
+@pytest.mark.parametrize(
+    "truth", [None, {}, [], {"inputs": []}, [None], [1, float("nan")], "", " \n", ["1", ""], True]
+)
 def test_a_ground_truth_of_no_known_form_is_an_error(truth: Any) -> None:
     with pytest.raises(ValueError, match="ground_truth should be"):
         default_compute_score("math", r"\boxed{1}", truth)
@@ -304,6 +309,54 @@ def test_a_file_that_cannot_be_used_is_an_error_at_start(
     with pytest.raises(InvalidConfig, match=message) as raised:
         load_function(CustomRewardConfig(path=str(file)))
     assert str(file) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("manager", "function", "kwargs", "said"),
+    [
+        ("naive", "solution_str, ground_truth", {}, "got an unexpected keyword argument 'data_source'"),
+        ("batch", "data_source, solution_str, ground_truth, extra_info", {}, "missing .* 'data_source'"),
+        ("dapo", "data_sources, solution_strs, ground_truths, extra_infos", {}, "missing .* 'data_sources'"),
+        (
+            "naive",
+            "solution_str, form=0, *, data_source, ground_truth, extra_info",
+            {"frm": 1},
+            "argument 'frm'",
+        ),
+        ("naive", "**row", {"solution_str": "x"}, "multiple values for keyword argument 'solution_str'"),
+        ("naive", "scale, **row", {}, "missing a required .*'scale'"),
+        ("naive", "scale, **row", {"scale": 2}, None),
+        ("batch", "solution_strs, **rows", {}, None),
+    ],
+)
+def test_a_function_must_take_the_arguments_that_it_will_get(
+    manager: str, function: str, kwargs: dict[str, Any], said: str | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"def compute_score({function}): return 1.0\n")
+    custom = {"path": str(file), "reward_kwargs": kwargs}
+    config = RewardConfig(reward_manager=manager, custom_reward_function=custom)
+    named = rf"^reward\.custom_reward_function: compute_score of {file} should take .*{said}"
+    makers: list[Any] = [scorer_of, lambda config: scorer_in(first_message(config, ()))]
+    for make in makers:
+        with pytest.raises(InvalidConfig, match=named) if said else nullcontext():
+            make(config)
+
+
+def test_a_decorator_may_adapt_a_function_of_other_arguments(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from functools import wraps\n"
+        "def adapted(function):\n"
+        "    @wraps(function)\n"
+        "    def called(solution_str, ground_truth, **row): return function(solution_str, ground_truth)\n"
+        "    return called\n"
+        "@adapted\n"
+        "def compute_score(response, truth): return response == truth\n"
+    )
+    scorer = scorer_of(RewardConfig(custom_reward_function={"path": str(file)}))
+    row = {"data_source": "x", "solution_str": "a", "ground_truth": "a", "extra_info": {}}
+    assert [score.score for score in scorer.score([row])] == [1.0]
 
 
 def test_gsm8ks_numbers_have_one_spelling_each_for_votes() -> None:

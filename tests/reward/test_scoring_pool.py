@@ -326,6 +326,10 @@ async def test_after_a_row_that_fails_nobody_begins_with_another(tiny_model: Pat
     [
         ("1 / 0\n", "raised ZeroDivisionError"),
         ("def other(): ...\n", r"no function 'compute_score'.*\['other'\]"),
+        (
+            "def compute_score(solution_str, ground_truth): ...\n",
+            "should take the keyword arguments data_source, ",
+        ),
     ],
 )
 def test_a_function_that_cannot_be_loaded_is_an_error_at_start(
