@@ -369,9 +369,9 @@ def test_the_length_of_whole_rows_is_changed_by_one_key(tmp_path: Path) -> None:
     """The resolved file leaves out the two lengths that follow from it, and keeps others."""
     sft = {"algorithm": {"page": "sft"}}
     (tmp_path / "config.yaml").write_text(make_job({**sft, "data": {"max_length": 2048}}).to_yaml())
-    for overrides, lengths in ([], (1, 2047)), (["data.max_length=4096"], (1, 4095)):
+    for overrides, response in ([], 2047), (["data.max_length=4096"], 4095):
         data = load_job(tmp_path / "config.yaml", overrides).data
-        assert (data.max_prompt_length, data.max_response_length) == lengths
+        assert (data.max_prompt_length, data.max_response_length) == (1, response)
     own = {"max_length": 100, "max_prompt_length": 60, "max_response_length": 40}
     (tmp_path / "config.yaml").write_text(make_job({**sft, "data": own}).to_yaml())
     assert load_job(tmp_path / "config.yaml").data.max_prompt_length == 60
@@ -379,8 +379,8 @@ def test_the_length_of_whole_rows_is_changed_by_one_key(tmp_path: Path) -> None:
     words = r"together 1024; take these two out of the job file, or set them to 1 and 4095"
     with pytest.raises(InvalidConfig, match=words):
         make_job(parse_overrides([*two, "data.max_length=4096"]))
-    lengths = ["data.max_length=4096", "data.max_prompt_length=1", "data.max_response_length=4095"]
-    assert make_job(parse_overrides([*two, *lengths])).data.max_response_length == 4095
+    three = ["data.max_length=4096", "data.max_prompt_length=1", "data.max_response_length=4095"]
+    assert make_job(parse_overrides([*two, *three])).data.max_response_length == 4095
 
 
 @pytest.mark.parametrize("text", ["2000", "2000.0", "2e3"])
