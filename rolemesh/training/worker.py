@@ -12,8 +12,7 @@ from torch import Tensor
 
 from rolemesh.algos.aggregation import BatchCounts, TokenMean
 from rolemesh.config import JobConfig
-from rolemesh.config.actor import ActorConfig, CriticConfig
-from rolemesh.config.model import FsdpConfig, ModelConfig
+from rolemesh.config.model import ModelConfig, OptimConfig, TrainedFsdpConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.home import Home
 from rolemesh.ranks.sharding import Root
@@ -43,11 +42,12 @@ class TrainedWorker(LocalWorker):
     schedule: Schedule
     learn_returns: tuple[str, ...] = ()
 
-    def prepare_training(self, section: ActorConfig | CriticConfig, fsdp: FsdpConfig) -> None:
+    def prepare_training(self, optim: OptimConfig, grad_clip: float, fsdp: TrainedFsdpConfig) -> None:
         """Make the optimizer and the writer of checkpoints, once the attributes above are set.
 
         Args:
-            section: the role's.
+            optim: the role's section.
+            grad_clip: the role's key.
             fsdp: how the model is spread over the role's ranks.
         """
         job, ranks = self.job, self.seat.ranks
@@ -55,8 +55,8 @@ class TrainedWorker(LocalWorker):
         self._checkpoints = CheckpointWriter(self._home, self.role, ranks, dtype=self.config.dtype)
         self.optimizer = Optimizer(
             self.root.model,
-            section.optim,
-            grad_clip=section.grad_clip,
+            optim,
+            grad_clip=grad_clip,
             num_training_steps=job.trainer.total_training_steps,
             updates_per_step=self.schedule.updates_per_step(job),
             role=self.role,

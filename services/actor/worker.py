@@ -191,7 +191,7 @@ class ActorWorker(PolicyWorker, TrainedWorker):
         super().__init__(job, "actor", actor.model, actor.fsdp_config, micro_batches, seat, adapt)
         self._published_dtype = published_dtype(job, self.device, self.config.dtype)
         checkpoint_activations(self.model, actor.model, self.device)
-        self.prepare_training(actor, actor.fsdp_config)
+        self.prepare_training(actor.optim, actor.grad_clip, actor.fsdp_config)
         self.learn_returns = ("log_probs", "old_log_probs", "response_mask") if job.policy_loss.corrects else ()
 
     def _adapter_of(self, actor: ActorConfig) -> Callable[[Any], Adapter]:

@@ -65,7 +65,7 @@ class CriticWorker(TrainedWorker):
             key = "critic.ulysses_sequence_parallel_size"
             check_heads(self.model.body.config.get_text_config(), ranks.ulysses.size, key)
         checkpoint_activations(self.model.body, self.config, self.device)
-        self.prepare_training(critic, self.config.fsdp_config)
+        self.prepare_training(critic.optim, critic.grad_clip, self.config.fsdp_config)
         self.parking = Parking(lambda: model_tensors(self.root), self.device, job.run_dir)
 
     @property
