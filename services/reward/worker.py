@@ -152,7 +152,7 @@ class RewardWorker(LocalWorker):
 
         Each turn is decoded by itself: `#### 1` of one turn and `8 apples` of the next are not 18.
         """
-        numbers = turns[turns > 0].unique().tolist()
+        numbers = sorted(set(turns[turns > 0].tolist()))
         return "\n".join(self._texts([response[turns == number].tolist() for number in numbers]))
 
     def _by_model(self, batch: DataProto, rows: list[int]) -> dict[int, RowScore]:

@@ -139,7 +139,6 @@ RUNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("rolemesh/algos/learning_rate.py: *", "rolemesh/training/optimizer.py: *"), OWNER),
     "rolemesh/ranks/*": OWNER,
     "rolemesh/algos/*": ("actor",),
-    "rolemesh/training/worker.py: * reads actor.*": ("actor",),  # its section; the critic reads its own
     **dict.fromkeys(
         ("rolemesh/training/*", "rolemesh/rpc/serving/trained.py: *", "rolemesh/home.py: *"), TRAINED
     ),

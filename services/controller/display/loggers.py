@@ -106,14 +106,17 @@ class Loggers:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        until = time.monotonic() + END_S
         for thread in self._threads:
             thread.finish()
         try:
-            await asyncio.to_thread(lambda: [thread.wait(until) for thread in self._threads])
+            await asyncio.to_thread(self._wait, time.monotonic() + END_S)
         finally:
             for thread in self._threads:
                 thread.give_up()
+
+    def _wait(self, until: float) -> None:
+        for thread in self._threads:
+            thread.wait(until)
 
 
 def write_each(metrics: Mapping[str, T], write: Callable[[str, T], object]) -> None:
