@@ -93,7 +93,7 @@ def _learning() -> list[Panel]:
             "Distance of the policy from the reference (in the reward's or the loss's KL term), and of an "
             "update. To the reference it should stay well under 1; of an update under 0.1.",
             step("actor/reward_kl_penalty", "to the reference"),
-            step("actor/kl_loss", "to the reference, in the loss"),
+            step("actor/kl_per_token", "to the reference, in the loss"),
             step("actor/ppo_kl", "of the update"),
         ),
         lines(

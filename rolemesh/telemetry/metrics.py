@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 # A forward pass of a tiny model takes milliseconds, the update of a large one many minutes.
-SECONDS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+SECONDS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200)
 
 # ------------------------------------------------------- a role's server (rolemesh/rpc/serving/guard.py)
 SERVER_REQUESTS = Counter(
@@ -159,7 +159,7 @@ CHECKPOINT_WRITTEN = Gauge(
 STEP_SECONDS = Histogram("rolemesh_step_seconds", "Time of one step", buckets=SECONDS, registry=CONTROLLER)
 STEP_METRIC = Gauge(
     "rolemesh_step_metric",
-    "Metrics of the last step, by their names in metrics.jsonl",
+    "Metrics of the last step and the last validation, by their names in metrics.jsonl",
     ["name"],
     registry=CONTROLLER,
 )

@@ -89,9 +89,10 @@ def policy_objective(
         loss = loss - config.entropy_coeff * aggregate(entropys, mask)
     if config.use_kl_loss:
         reference = torch.where(mask, rows["ref_log_probs"], 0)
-        kl_loss = aggregate(kl_penalty(log_probs, reference, config.kl_loss_type), mask)
+        kl = kl_penalty(log_probs, reference, config.kl_loss_type)
+        kl_loss = aggregate(kl, mask)
         loss = loss + config.kl_loss_coef * kl_loss
-        shares["kl_loss"] = kl_loss
+        shares |= {"kl_loss": kl_loss, "kl_per_token": TokenMean.over(kl, mask)}
     return loss, shares
 
 

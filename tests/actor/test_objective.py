@@ -44,13 +44,19 @@ def test_the_entropy_bonus_is_taken_off_and_aggregated_alike(mode: str, loss: fl
     assert total.item() == pytest.approx(loss - 0.1 * entropy)
 
 
-def test_the_kl_loss_is_added() -> None:
+@pytest.mark.parametrize(
+    ("mode", "loss", "kl_loss"),
+    [("token-mean", 1 / 3, -0.5 / 3), ("token-sum", 1.0, -0.5), ("seq-mean-token-sum", 1 / 2, -0.5 / 2)],
+)
+def test_the_kl_loss_is_added_and_its_mean_over_tokens_reported(mode: str, loss: float, kl_loss: float) -> None:
     """k1: π - π_ref is 0.5, 1 and -2."""
     reference = OLD - tensor([[0.5, 1.0, 7.0], [-2.0, 7.0, 7.0]])
-    actor = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k1"}
+    actor = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k1", "loss_agg_mode": mode}
     total, shares = objective(None, actor, ref_log_probs=reference)
-    assert shares["kl_loss"].item() == pytest.approx(-0.5 / 3)
-    assert total.item() == pytest.approx(1 / 3 - 0.1 * 0.5 / 3)
+    assert shares["kl_loss"].item() == pytest.approx(kl_loss)
+    assert total.item() == pytest.approx(loss + 0.1 * kl_loss)
+    per_token = shares["kl_per_token"]
+    assert (per_token.total.item(), per_token.num_tokens.item()) == (pytest.approx(-0.5), 3)
 
 
 def test_weights_are_of_the_policy_loss_alone() -> None:

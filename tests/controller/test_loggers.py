@@ -258,6 +258,16 @@ async def test_every_run_shows_its_steps_to_prometheus(tmp_path: Path) -> None:
     assert CONTROLLER.get_sample_value("rolemesh_step_metric", {"name": SCORE}) == 0.75
 
 
+async def test_prometheus_shows_the_last_step_and_the_last_validation(tmp_path: Path) -> None:
+    """And no seconds of a validation or a checkpoint at each step after it."""
+    validated = {SCORE: 0.25, "timing_s/testing": 2400.0, "val-core/digits/acc/mean@1": 0.5}
+    async with Loggers(job_with(tmp_path / "run"), None, Console(file=io.StringIO())) as loggers:
+        loggers.log(1, validated)
+        loggers.log(2, {SCORE: 0.5})
+    shown = [CONTROLLER.get_sample_value("rolemesh_step_metric", {"name": name}) for name in validated]
+    assert shown == [0.5, None, 0.5]
+
+
 async def test_a_bad_value_costs_prometheus_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     values: dict[str, Any] = {"timing_s/step": object(), "one": 1.0, "none": object(), "two": 2.0}
     async with Loggers(job_with(tmp_path / "run"), None, Console(file=io.StringIO())) as loggers:

@@ -179,10 +179,14 @@ class PrometheusLogger:
         STEP_ENDED.set_to_current_time()
         TRAINING_STEP.set(start or 0)
         TRAINING_STEPS_PLANNED.set(job.trainer.total_training_steps or 0)
+        self._of_step: set[str] = set()
 
     def log(self, step: int, metrics: Metrics) -> None:
         STEP_ENDED.set_to_current_time()
         TRAINING_STEP.set(step)
+        for name in self._of_step - metrics.keys():
+            STEP_METRIC.remove(name)  # e.g. the seconds of a validation, which most steps do not have
+        self._of_step = {name for name in metrics if not name.startswith("val")}
         write_each(metrics, _show)
 
 
