@@ -117,7 +117,7 @@ async def control(
             await check_step(job)
             # In a thread, so that the server answers meanwhile: prompts may be many.
             run = await asyncio.to_thread(new_run, job, server.status)
-            with Brakes(run, attempts.forgive) as brakes:
+            with Brakes(run, attempts.forgive, leaves_end=bool(cluster)) as brakes:
                 # If the controller was killed between the end of the run and the scale-down, roles may be gone.
                 finished = run.finished()
                 if cluster and not finished:
@@ -342,10 +342,14 @@ class Brakes:
     Args:
         run: the run.
         on_signal: called at each signal, before anything else.
+        leaves_end: after a signal, leave the end of the run to the next start, which scales the roles down. An
+            upgrade may have replaced this controller by one that makes more steps.
     """
 
-    def __init__(self, run: Run, on_signal: Callable[[], None] = lambda: None) -> None:
-        self._run, self._at_signal = run, on_signal
+    def __init__(
+        self, run: Run, on_signal: Callable[[], None] = lambda: None, *, leaves_end: bool = False
+    ) -> None:
+        self._run, self._at_signal, self._leaves_end = run, on_signal, leaves_end
         self._signal: signal.Signals | None = None
 
     def __enter__(self) -> Brakes:
@@ -364,14 +368,20 @@ class Brakes:
         if self._signal and exception[0] is asyncio.CancelledError:
             self._say("ended at once; the last checkpoint, if any, is intact")
             raise SystemExit(128 + self._signal)
+        if self._signal and self._leaves_end and isinstance(exception[1], WRONG_INPUT):
+            log.error("%s. Its roles are left to the next start, as this one was asked to end", exception[1])
+            raise SystemExit(128 + self._signal)
 
     def end(self, summary: Summary) -> None:
-        """Display the summary of a run; exit with the signal's code if it was stopped before its end."""
+        """Display a run's summary. Exit with the signal's code if it was stopped, or leaves the run's end."""
         self._run.display.summary(summary)
         if self._signal and summary.step < summary.total_steps:
             self._say(
                 f"stopped after step {summary.step}; the same command resumes from {_where(summary.checkpoint)}"
             )
+            raise SystemExit(128 + self._signal)
+        if self._signal and self._leaves_end:
+            self._say("the run has ended; its roles are left to the next start, as this one was asked to end")
             raise SystemExit(128 + self._signal)
 
     def _on_signal(self, number: signal.Signals) -> None:

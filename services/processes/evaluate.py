@@ -60,7 +60,7 @@ def evaluate_file(job: JobConfig, output: Path | None, response_key: str) -> Eva
             write_durably(output, found.to_json())
         except OSError as error:
             raise RolemeshError(
-                f"{output} cannot be written: {error}; the table above has the metrics"
+                f"{output} cannot be written: {error.strerror or error}; the table above has the metrics"
             ) from error
     return found
 

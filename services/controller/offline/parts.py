@@ -154,8 +154,8 @@ class Parts:
 
     def _not_written(self, path: Path, error: OSError) -> RolemeshError:
         return RolemeshError(
-            f"{path} cannot be written: {error}. {self.num_kept()} of {self._num_prompts} prompts are kept in "
-            f"{self.folder}; make room, and repeat the command, which goes on from there"
+            f"{path} cannot be written: {error.strerror or error}. {self.num_kept()} of {self._num_prompts} "
+            f"prompts are kept in {self.folder}; make room, and repeat the command, which goes on from there"
         )
 
 

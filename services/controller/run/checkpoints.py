@@ -228,6 +228,7 @@ class Checkpoints:
             await _all([role.finish_checkpoint(directory) for role, directory in trained])
             await _arrived([directory for _, directory in trained])
             await asyncio.to_thread(self._sync_records)
+            await asyncio.to_thread(sync, partial)  # the names of what the roles have written
             if path.exists():  # abandoned by resuming from an earlier checkpoint
                 _put_aside(path)
             partial.rename(path)

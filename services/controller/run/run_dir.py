@@ -26,7 +26,7 @@ from rolemesh.errors import InvalidConfig, RolemeshError
 from rolemesh.home import Home, lock
 from rolemesh.rpc.term import Term
 from rolemesh.services.controller.record import ADDRESS_FILE, ENDED_AT, STEP, Record
-from rolemesh.services.controller.run.durably import write_durably
+from rolemesh.services.controller.run.durably import named, write_durably
 
 OTHER_RUN = (
     "is the directory of a running run; wait for its end, or choose another trainer.experiment_name or "
@@ -56,19 +56,21 @@ class MetricsFile:
         records = read_metrics(path)
         self.records = [r for r in records if not makes_steps or (r[STEP] or 0) <= (resumed_step or 0)]
         write_durably(path, "".join(json.dumps(record) + "\n" for record in self.records))
-        self._file = path.open("a", encoding="utf-8")
+        self._path, self._file = path, path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> Record:
         """Append a step's record and return it. Values that are not finite become null, as JSON has no NaN."""
         finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         record: Record = {STEP: step, **finite, ENDED_AT: time.time()}
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        with named(self._path):
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
         self.records.append(record)
         return record
 
     def close(self) -> None:
-        self._file.close()
+        with named(self._path):
+            self._file.close()
 
 
 def read_metrics(path: Path) -> list[Record]:
