@@ -117,7 +117,7 @@ async def control(
             await check_step(job)
             # In a thread, so that the server answers meanwhile: prompts may be many.
             run = await asyncio.to_thread(new_run, job, server.status)
-            with Brakes(run, attempts.forgive, leaves_end=bool(cluster)) as brakes:
+            with Brakes(run, attempts.forgive, leaves=bool(cluster)) as brakes:
                 # If the controller was killed between the end of the run and the scale-down, roles may be gone.
                 finished = run.finished()
                 if cluster and not finished:
@@ -342,14 +342,12 @@ class Brakes:
     Args:
         run: the run.
         on_signal: called at each signal, before anything else.
-        leaves_end: after a signal, leave the end of the run to the next start, which scales the roles down. An
+        leaves: after a signal, leave the end of the run to the next start, which scales the roles down. An
             upgrade may have replaced this controller by one that makes more steps.
     """
 
-    def __init__(
-        self, run: Run, on_signal: Callable[[], None] = lambda: None, *, leaves_end: bool = False
-    ) -> None:
-        self._run, self._at_signal, self._leaves_end = run, on_signal, leaves_end
+    def __init__(self, run: Run, on_signal: Callable[[], None] = lambda: None, leaves: bool = False) -> None:
+        self._run, self._at_signal, self._leaves_end = run, on_signal, leaves
         self._signal: signal.Signals | None = None
 
     def __enter__(self) -> Brakes:
@@ -387,11 +385,10 @@ class Brakes:
     def _on_signal(self, number: signal.Signals) -> None:
         assert self._task is not None
         self._at_signal()
-        if self._signal or self._run.status.state is State.STARTING:
-            self._signal = number
+        is_first, self._signal = self._signal is None, number
+        if not is_first or self._run.status.state is State.STARTING:
             self._task.cancel()
             return
-        self._signal = number
         self._run.request_stop()
         self._say(f"{number.name}: stopping after this step (send it again to stop at once)")
 

@@ -204,7 +204,7 @@ async def test_sglang_is_asked_as_its_documentation_says(
 async def test_a_server_never_gets_more_rows_than_it_takes_also_after_another_is_lost(
     model: Path, tmp_path: Path
 ):
-    """The lost one breaks off each row; the other holds its first two until the lost one is left out."""
+    """The lost one breaks off each row; the other holds its first four until the lost one is left out."""
     from transformers import AutoTokenizer
 
     lost = threading.Event()
@@ -235,17 +235,17 @@ async def test_a_server_never_gets_more_rows_than_it_takes_also_after_another_is
             threading.Thread(target=server.serve_forever, daemon=True).start()
             opened.callback(server.shutdown)
             addresses.append(f"http://127.0.0.1:{server.server_address[1]}")
-        settings = {"tokens": 8, "max_num_seqs": 2, "openai": {"api": "sglang"}}
+        settings = {"tokens": 8, "max_num_seqs": 4, "openai": {"api": "sglang"}}
         worker = opened.enter_context(worker_of(model, addresses, tmp_path, **settings))
         engine: Any = worker._engine
-        generation = asyncio.create_task(generated(worker, prompts_of(8)))
+        generation = asyncio.create_task(generated(worker, prompts_of(12)))
         while engine._servers[0].lost is None:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         lost.set()
         rows = await generation
     assert (rows["responses"] == 65).all()
-    assert len(rows_there) == 8
-    assert max(rows_there) == 2
+    assert len(rows_there) == 12
+    assert max(rows_there) == 4
 
 
 async def test_generate_asks_servers_where_this_machine_holds_no_weights(model: Path, tmp_path: Path):

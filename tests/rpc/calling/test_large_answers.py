@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from batches import VOCABULARY, correct
+from batches import VOCABULARY, P, T, correct
 
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
@@ -154,6 +154,7 @@ class Talkative(CriticWorker):
 async def test_metrics_without_end_are_the_roles_failure(tiny_model: Path, tmp_path: Path) -> None:
     job = make_job(
         {
+            "data": {"max_prompt_length": P, "max_response_length": T},
             "trainer": {"device": "cpu", "default_local_dir": str(tmp_path)},
             "actor": {"model": {"path": str(tiny_model)}},
         }
