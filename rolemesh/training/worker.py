@@ -32,7 +32,6 @@ class TrainedWorker(LocalWorker):
         job, device, config: as the role loaded its model.
         root: the model.
         schedule: how an update iterates over its batch.
-        learn_returns: columns of each row that `learn` answers with (rolemesh.training.loop.learn).
     """
 
     job: JobConfig
@@ -40,7 +39,6 @@ class TrainedWorker(LocalWorker):
     config: ModelConfig
     root: Root
     schedule: Schedule
-    learn_returns: tuple[str, ...] = ()
 
     def prepare_training(self, optim: OptimConfig, grad_clip: float, fsdp: TrainedFsdpConfig) -> None:
         """Make the optimizer and the writer of checkpoints, once the attributes above are set.
@@ -72,6 +70,11 @@ class TrainedWorker(LocalWorker):
     def loss(self, rows: DataProto, mini_batch: BatchCounts) -> tuple[Tensor, dict[str, Tensor | TokenMean]]:
         """Compute a micro-batch's shares of the loss and the metrics (rolemesh.training.loop.LossFunction)."""
         raise NotImplementedError
+
+    @property
+    def learn_returns(self) -> tuple[str, ...]:
+        """Columns of each row that `learn` answers with (rolemesh.training.loop.learn)."""
+        return ()
 
     def learning(self) -> AbstractContextManager[None]:
         """Return a context around the passes of a mini-batch."""

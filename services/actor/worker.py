@@ -192,7 +192,6 @@ class ActorWorker(PolicyWorker, TrainedWorker):
         self._published_dtype = published_dtype(job, self.device, self.config.dtype)
         checkpoint_activations(self.model, actor.model, self.device)
         self.prepare_training(actor.optim, actor.grad_clip, actor.fsdp_config)
-        self.learn_returns = ("log_probs", "old_log_probs", "response_mask") if job.policy_loss.corrects else ()
 
     def _adapter_of(self, actor: ActorConfig) -> Callable[[Any], Adapter]:
         return lambda model: Adapter(model, actor.model, actor.seed, self.seat.ranks)
@@ -249,6 +248,11 @@ class ActorWorker(PolicyWorker, TrainedWorker):
         """Add the column that the loss chooses from the whole mini-batch."""
         log_probs = self._stats(mini_batch)["log_probs"]
         return choose_tokens(mini_batch, log_probs, self.job, self.optimizer.num_updates)
+
+    @property
+    def learn_returns(self) -> tuple[str, ...]:
+        """What `_mismatch` compares, if the loss corrects by it."""
+        return ("log_probs", "old_log_probs", "response_mask") if self.job.policy_loss.corrects else ()
 
     def learning(self) -> AbstractContextManager[None]:
         """Return a context in which the head's weight is cast at most once."""
