@@ -133,7 +133,7 @@ async def test_one_turn_is_the_present_path_bit_for_bit(tmp_path: Path, talkativ
         roles,
     ):
         single = await talked(job, roles.rollout, roles.environment)
-    off = ("rollout.multi_turn={enable: false}", "rollout.agent={}")
+    off = ("rollout.multi_turn.enable=false", "rollout.agent.default_agent_loop=single_turn_agent")
     with roles_of(tmp_path, talkative_model, *off) as (job, roles):
         plain = await talked(job, roles.rollout, roles.environment)
     for name in plain.tensors:
