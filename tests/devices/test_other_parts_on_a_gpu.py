@@ -120,7 +120,7 @@ def test_a_reward_models_scores_are_the_cpus_and_run_in_the_chosen_kernel(
     gpu.record.clear()
     with gpu.here():
         model = RewardModel.load(config, "cuda")
-        assert (f"{kernel} forward" in gpu.record.names("attention")) == packed  # the trial at load
+        assert f"{kernel} forward" in gpu.record.names("attention")  # the trial at load
         gpu.record.clear()
         scores = model.score(*columns)
     assert scores.device.type == "cpu"
