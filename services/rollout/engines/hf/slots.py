@@ -161,11 +161,12 @@ class Slots:
             "rollout_log_probs": torch.where(mask, self.log_probs[slots], 0),
             "weight_versions": torch.where(mask, versions, -1),
         }
+        if call.sampling.num_kept:
+            columns["kept_ids"] = torch.where(mask[..., None], self.kept_ids[slots], -1)
+        columns = {name: column.cpu() for name, column in columns.items()}
         if not columns["rollout_log_probs"].isfinite().all():
             raise RoleFailed(
                 "rollout: the model's logits are not finite: its weights have diverged, or are too large for "
                 "rollout.dtype"
             )
-        if call.sampling.num_kept:
-            columns["kept_ids"] = torch.where(mask[..., None], self.kept_ids[slots], -1)
-        return DataProto({name: column.cpu() for name, column in columns.items()})
+        return DataProto(columns)
