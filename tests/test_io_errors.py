@@ -44,8 +44,9 @@ def model_at(directory: Path) -> ModelConfig:
 
 
 def read_adapter(directory: Path) -> None:
-    (directory / "adapter_model.safetensors").touch()
-    config = PolicyModelConfig(path=str(directory), lora_rank=1, lora_adapter_path=str(directory))
+    adapter = directory / "adapter"
+    (adapter / "adapter_model.safetensors").touch()
+    config = PolicyModelConfig(path=str(directory), lora_rank=1, lora_adapter_path=str(adapter))
     Adapter(load_outline(config, "actor"), config, seed=0)
 
 
@@ -64,7 +65,7 @@ READERS: list[tuple[str, Callable[[Path], Any]]] = [
     ("model.safetensors", lambda at: load_causal_lm(model_at(at), "actor")),
     ("model.safetensors", lambda at: load_state(at / "model.safetensors")),
     ("model.safetensors", lambda at: read_shape(model_at(at), "actor")),
-    ("adapter_config.json", read_adapter),
+    ("adapter/adapter_config.json", read_adapter),
     ("job.yaml", lambda at: read_yaml(at / "job.yaml")),
     ("reward.py", read_function),
     (CERTIFICATE, read_keys),
@@ -76,6 +77,7 @@ def test_an_io_error_is_no_wrong_input(
     tiny_model: Path, tmp_path: Path, file: str, read: Callable[[Path], Any]
 ) -> None:
     directory = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    (directory / file).parent.mkdir(exist_ok=True)
     (directory / file).unlink(missing_ok=True)
     (directory / file).symlink_to("/proc/self/mem")
     with pytest.raises(OSError, match=r"Input/output error|os error 19") as raised:
