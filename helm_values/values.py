@@ -185,7 +185,9 @@ class ControllerValues(PodOverrides):
         100, ge=0, description="maximum number of restarts for what the controller cannot count"
     )
     graceSeconds: int = Field(
-        300, gt=0, description="time for the running step and a checkpoint after SIGTERM, in seconds"
+        300,
+        gt=0,
+        description="time for the running step, its validation and a checkpoint after SIGTERM, in seconds",
     )
 
 

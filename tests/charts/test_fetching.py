@@ -86,7 +86,7 @@ def test_what_fails_before_the_controller_begins_ends_the_run_as_the_controller_
     [main] = spec["containers"]
     assert "--max-attempts=5" in main["args"]
     begins = COMMANDS["control"].make_context("control", main["args"][1:]).params
-    assert str(begins["counts_in"]) == ".demo-controller.start.json"
+    assert str(begins["counts_in"]) == ".jobs.demo-controller.start.json"
     ends = {arg for arg in main["args"] if re.match("--(scale-down|max-attempts|attempts-of)=", arg)}
     assert len(ends) > 5
     for container, command, final in zip(
@@ -98,7 +98,7 @@ def test_what_fails_before_the_controller_begins_ends_the_run_as_the_controller_
         assert parsed["final"] == final
         assert ends <= {*container["args"]}
         # A file of its own: another step's success must not forget its failures.
-        assert str(parsed["counts_in"]) == f".demo-controller.{container['name']}.json"
+        assert str(parsed["counts_in"]) == f".jobs.demo-controller.{container['name']}.json"
     rules = job["spec"]["podFailurePolicy"]["rules"]
     on_codes = {rule["action"]: rule["onExitCodes"] for rule in rules if "onExitCodes" in rule}
     final, counted = [2, NoProgress.exit_code], [COUNTED]  # of any container

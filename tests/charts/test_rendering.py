@@ -299,7 +299,7 @@ def test_helm_test_and_a_run_exclude_one_another(tmp_path: Path) -> None:
         return subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
 
     def is_free() -> bool:
-        lock = ["flock", "--nonblock", ".demo-controller.lock", "true"]
+        lock = ["flock", "--nonblock", ".jobs.demo-controller.lock", "true"]
         return not subprocess.run(lock, cwd=tmp_path).returncode
 
     for container in (run, check):
@@ -312,3 +312,11 @@ def test_helm_test_and_a_run_exclude_one_another(tmp_path: Path) -> None:
             go.write_text("on")
         assert first.returncode == 0
         assert is_free()
+
+
+def test_a_controller_that_waits_for_the_lock_of_another_is_not_killed() -> None:
+    """It answers no probe until the other one has ended, which may take all of its grace."""
+    [job] = of_kind(objects({"controller": {"graceSeconds": 3600}}), "Job")
+    pod = job["spec"]["template"]["spec"]
+    probe = pod["containers"][0]["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] > pod["terminationGracePeriodSeconds"] == 3600

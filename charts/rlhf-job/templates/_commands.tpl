@@ -28,9 +28,9 @@
 {{- if or (eq .Values.monitoring.operator "always") (and (eq .Values.monitoring.operator "auto") $has) }}true{{ end }}
 {{- end }}
 
-{{/* Number of pods of a group, of (list $ GROUP); empty if a scaler or the controller (scaleUp) sets it. An upgrade keeps the number set by a scaler,
-by `kubectl scale` or at the end of the run, unless the upgrade changes the number while there is a run, or starts another. It
-cannot be left out: the API server would set it to 1, and a scaler does not scale up from 0. */}}
+{{/* Number of pods of a group, of (list $ GROUP); empty if a scaler or the controller (scaleUp) sets it. An upgrade keeps the number set by a scaler
+or by `kubectl scale`, unless the upgrade changes the number; also one that restarts the controller, whose Job then has another name. It keeps
+the 0 of the end of a run unless it starts another. It cannot be left out: the API server would set it to 1, and a scaler does not scale up from 0. */}}
 {{- define "rlhf-job.replicas" -}}
 {{- $ := first . }}{{ $group := last . }}{{ $namespace := $.Release.Namespace }}
 {{- $live := lookup "apps/v1" $group.kind $namespace $group.workload }}
@@ -38,6 +38,8 @@ cannot be left out: the API server would set it to 1, and a scaler does not scal
 {{- $said := dig "metadata" "annotations" "rolemesh.dev/replicas" "" $live }}
 {{- if $.Values.controller.scaleUp }}
 {{- else if and $live $run (or $group.scaler (eq $said (toString $group.replicas)) (and (not $live.spec.replicas) (include "rlhf-job.ended" $))) }}
+{{- $live.spec.replicas }}
+{{- else if and $live (not $group.scaler) $live.spec.replicas (eq $said (toString $group.replicas)) }}
 {{- $live.spec.replicas }}
 {{- else if and $live $group.scaler }}
 {{- max $live.spec.replicas $group.replicas }}

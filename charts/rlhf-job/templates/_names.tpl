@@ -36,3 +36,8 @@ metadata:
   labels:
     {{- include "rlhf-job.labels" (initial .) | nindent 4 }}
 {{- end }}
+
+{{/* How the controller's own files in the workspace begin. Another namespace may share it, and have a release of this name. */}}
+{{- define "rlhf-job.own" -}}
+.{{ .Release.Namespace }}.{{ include "rlhf-job.name" (list . "controller") }}
+{{- end }}

@@ -139,7 +139,7 @@ spec:
       {{- $lock := printf ".prepare-%s.lock" (sha256sum $path | trunc 8) }}
       {{- $options := list (printf "--creates=%s" $step.creates) (printf "--lock=%s" $lock) }}
       {{- if $counts }} {{- /* the step's failures; after the last one it scales the roles down, as no controller will */}}
-      {{- $file := printf ".%s.%s.json" (include "rlhf-job.name" (list $ "controller")) $name }}
+      {{- $file := printf "%s.%s.json" (include "rlhf-job.own" $) $name }}
       {{- $options = append $options (printf "--counts-in=%s" $file) }}
       {{- if $ofHub }}{{ $options = append $options "--final=2" }}{{ end }} {{- /* a name that the Hub does not have */}}
       {{- $options = concat $options $ends }}
