@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -103,14 +102,11 @@ def test_a_job_that_needs_two_gpus_for_one_role_is_no_example(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["gsm8k-ppo", "gsm8k-grpo"])
-def test_a_job_file_with_what_it_says_for_a_gpu_fits_on_one_of_80_gb(name: str, tmp_path: Path) -> None:
-    """Its comments `GPU: value` are laid on it."""
-    file, keys, overrides = ROOT / "configs" / f"{name}.yaml", list[str](), list[str]()
-    for line in file.read_text().splitlines():
-        if key := re.match(r"( *)(\w+):", line):
-            keys = [*keys[: len(key[1]) // 2], key[2]]
-            overrides += [f"{'.'.join(keys)}={value}" for value in re.findall(r"GPU: ([^,\s]+)", line)]
-    assert "actor.model.path=models/Qwen2.5-0.5B-Instruct" in overrides
-    job = load_job(file, [*overrides, f"actor.model.path={model_directory('Qwen2.5-0.5B-Instruct', tmp_path)}"])
+def test_a_job_file_with_the_sizes_of_a_real_run_fits_on_a_gpu_of_80_gb(name: str, tmp_path: Path) -> None:
+    files = [str(ROOT / "configs" / f"{stem}.yaml") for stem in (name, "gsm8k-0.5b")]
+    job = load_job(files[0], files[1:])
+    assert job.trainer.total_training_steps is None
+    directory = model_directory(job.actor.model.path, tmp_path)
+    job = load_job(files[0], [*files[1:], f"actor.model.path={directory}"])
     planner = Planner(job, role_shapes(job), Cluster(GPUS["h100"], 1))
     assert planner.plan(job.placement.strategy, job.groups).verdict == "fits"
