@@ -163,7 +163,8 @@ def _speed() -> list[Panel]:
         ),
         lines(
             "Steps per hour",
-            "By the clock in the last half hour, with validations and pauses. While no step ends, it falls.",
+            "By the clock in the last half hour, with validations and pauses. "
+            "After so long without any, it falls.",
             Query(f"3600 / {PACE}", "steps/h"),
             least=0,
         ),

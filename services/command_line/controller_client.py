@@ -36,7 +36,7 @@ ANSWER_S = 10.0  # deadline for one answer
 PATIENCE_S = 120.0  # how long to wait for a controller to start or to come back
 RETRY_S = 1.0
 
-KL = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
+KL = ("actor/reward_kl_penalty", "actor/kl_per_token", "actor/ppo_kl")
 
 
 def is_here(where: str) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh.config import JobConfig
-from rolemesh.errors import RoleUnavailable
+from rolemesh.errors import InvalidConfig, RoleUnavailable
 from rolemesh.services.processes.ending import DRAIN_S, LAST_WORDS_S, Ending
 from rolemesh.services.processes.launchers import HERE
 from rolemesh.services.processes.role_processes import (
@@ -34,10 +34,23 @@ def spread_group(roles: Sequence[str], job: JobConfig, environment: Mapping[str,
         roles: of the command line.
         job: the job.
         environment: environment variables; those of a rank have WORLD_SIZE.
+
+    Raises:
+        InvalidConfig: some of the roles, or others with them, are a group of several ranks.
     """
     if "WORLD_SIZE" in environment:
         return None
-    return next((g for g, own in job.groups.items() if {*own} == {*roles} and job.num_ranks(g) > 1), None)
+    for group, own in job.groups.items():
+        if job.num_ranks(group) == 1 or not {*own} & {*roles}:
+            continue
+        if {*own} == {*roles}:
+            return group
+        raise InvalidConfig(
+            f"group {group} has {job.num_ranks(group)} ranks (placement.ranks), so its roles are served "
+            f"together and without others: rolemesh serve {','.join(own)}. Or choose a placement.strategy in "
+            f"which {','.join(roles)} are a group"
+        )
+    return None
 
 
 async def serve_ranks(

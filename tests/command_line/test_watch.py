@@ -23,7 +23,6 @@ from rolemesh.roles import methods
 from rolemesh.rpc.calling.clients import RewardClient
 from rolemesh.rpc.calling.replica import MAX_WHY
 from rolemesh.rpc.serving.server import RoleServer
-from rolemesh.services.command_line import controller_client
 from rolemesh.services.command_line.controller_client import (
     FAILED,
     code_of,
@@ -233,13 +232,12 @@ async def test_a_run_that_ends_as_soon_as_it_is_stopped_was_stopped(capsys: pyte
 
 
 async def test_a_controller_that_is_slow_to_show_its_state_has_not_ended(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     class Slow(ControllerServicer):
         async def GetStatus(self, request: Any, context: Any) -> Any:
-            await asyncio.Event().wait()
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "late")
 
-    monkeypatch.setattr(controller_client, "ANSWER_S", 2.0)
     status, server = RunStatus("run"), RoleServer({"controller": [SERVICE]})
     status.set(state=State.RUNNING)
     address = await server.start("127.0.0.1:0")

@@ -108,11 +108,15 @@ async def test_a_server_that_never_answers_costs_a_warning_and_no_other_logger_a
     monkeypatch.setattr(module, "END_S", 3.0)
     job = job_with(tmp_path / "run", "mlflow", "tensorboard")
     as_if_resumed(job.run_dir)
+    before = {*threading.enumerate()}
     async with server_on_this_loop(False, monkeypatch) as got:
         async with Loggers(job, 1, NOWHERE) as loggers:
             for step in (2, 3):
                 loggers.log(step, {SCORE: step / 4})
-            [left] = [each for each in threading.enumerate() if each.name == "MlflowLogger"]
+            [left] = [each for each in {*threading.enumerate()} - before if each.name == "MlflowLogger"]
+            async with asyncio.timeout(60):
+                while not got:  # noqa: ASYNC110  # the end of the run waits for no first call
+                    await asyncio.sleep(0.01)
         assert caplog.text.count("MlflowLogger could not be closed, and may lack the last steps") == 1
         assert [path for path, _ in got] == ["runs/log-batch"]
     await asyncio.to_thread(left.join)
@@ -125,6 +129,7 @@ async def test_a_resumed_run_does_not_need_a_logger_to_start_which_goes_on_tryin
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its steps so far would be lost for it. A new run has none to lose, and ends with the error."""
+    importlib.import_module("mlflow")  # now, and not while the end of the run waits
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nosuch://server")
     job = job_with(tmp_path / "run", "mlflow")
     async with Loggers(job, 1, NOWHERE) as loggers:

@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import sys
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from serving import gate
 from stopping import stopping
 
 from rolemesh.config import JobConfig
-from rolemesh.errors import InvalidConfig, RoleUnavailable
+from rolemesh.errors import InvalidConfig, RolemeshError, RoleUnavailable
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.services.command_line.controller_client import follow
 from rolemesh.services.controller.main import drive, new_client, until_ready
@@ -54,9 +55,9 @@ def living(job: JobConfig) -> set[str]:
     return found
 
 
-async def states_of(where: str) -> list[int]:
-    """The states of a run that `rolemesh watch` shows."""
-    return [answer.state async for answer in follow(where) if isinstance(answer, pb.GetStatusResponse)]
+async def states_of(shown: AsyncIterator[pb.GetStatusResponse | RolemeshError]) -> list[int]:
+    """The states among what `rolemesh watch` shows of a run."""
+    return [answer.state async for answer in shown if isinstance(answer, pb.GetStatusResponse)]
 
 
 async def all_end(job: JobConfig, within_s: float) -> None:
@@ -191,7 +192,7 @@ async def test_a_run_goes_on_by_itself_after_a_role_is_lost_and_ends_with_the_bi
                     await reached.passed(launched.ended())
                     await is_saved(job, step)
                 if step == 1:
-                    watching = asyncio.create_task(states_of(str(job.run_dir)))
+                    watching = asyncio.create_task(states_of(follow(str(job.run_dir))))
                 os.kill(pids(job)[victim], signal.SIGKILL)
                 release.open(1)
             code, output = await launched.end()
@@ -225,15 +226,17 @@ async def test_a_run_that_was_asked_to_stop_is_not_started_anew(tiny_model: Path
             async with asyncio.timeout(DEADLINE_S):
                 await reached.passed(launched.ended())
                 await is_saved(job, 1)
-            watching = asyncio.create_task(states_of(str(job.run_dir)))
+                watching = follow(str(job.run_dir))
+                await anext(watching)  # it must be connected before the controller ends
             launched.process.send_signal(signal.SIGINT)
             await launched.says("stopping after this step")
             os.kill(pids(job)["all-0"], signal.SIGKILL)
+            states = asyncio.create_task(states_of(watching))
             code, output = await launched.end()
     assert code == 1, output
     assert "error: all-0 (with" in output
     assert "starting all roles anew" not in output
-    assert (await watching)[-1] == pb.RUN_STATE_FAILED
+    assert (await states)[-1] == pb.RUN_STATE_FAILED
     assert not living(job)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import threading
 
@@ -47,7 +48,8 @@ class SlowToStart(Sandbox):
 
 
 async def test_an_opening_that_is_cancelled_while_it_is_sent_leaves_the_next_one_its_own_files() -> None:
-    open_files = len(os.listdir("/proc/self/fd"))
+    gc.collect()  # what earlier tests left is closed now
+    open_files = {*os.listdir("/proc/self/fd")}
     sessions, sandbox = Sessions(), SlowToStart()
     sessions._sandbox = sandbox
     first = asyncio.create_task(sessions.open(Limits()))
@@ -64,4 +66,4 @@ async def test_an_opening_that_is_cancelled_while_it_is_sent_leaves_the_next_one
         assert (await session.run("x += 1; x")).output == f"{number + 1}\n"
     session.close()
     sessions.close()
-    assert len(os.listdir("/proc/self/fd")) == open_files
+    assert {*os.listdir("/proc/self/fd")} <= open_files

@@ -14,7 +14,7 @@ from serving import serve_process
 
 from rolemesh.config.job import make_job
 from rolemesh.cpus import usable_cpus
-from rolemesh.errors import RoleTaken, RoleUnavailable
+from rolemesh.errors import InvalidConfig, RoleTaken, RoleUnavailable
 from rolemesh.roles import methods
 from rolemesh.rpc.calling.clients import ActorClient
 from rolemesh.services.controller.main import new_client
@@ -22,6 +22,7 @@ from rolemesh.services.controller.run.run_dir import new_term
 from rolemesh.services.processes import fork_server
 from rolemesh.services.processes.environments import role_environment
 from rolemesh.services.processes.role_processes import role_processes
+from rolemesh.services.processes.serve_ranks import spread_group
 
 
 def test_the_ranks_of_a_group_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,6 +84,22 @@ async def test_the_launcher_starts_ranks_watches_each_and_leaves_none(
             await member.process.gone
         assert [ranks[f"reference-0{end}"].process.returncode for end in ("", "-rank-1")] == [0, 0]
     assert all(member.process.returncode is not None for member in ranks.values())
+
+
+def test_a_group_of_several_ranks_is_served_whole_and_alone() -> None:
+    placement = {
+        "strategy": "custom",
+        "groups": {"policy": ["actor", "reward"], "reference": ["reference"], "rollout": ["rollout"]},
+        "ranks": {"policy": 2},
+    }
+    algorithm = {"adv_estimator": "grpo"}
+    job = make_job({"actor": {"use_kl_loss": True}, "algorithm": algorithm, "placement": placement})
+    assert spread_group(["reward", "actor"], job, {}) == "policy"
+    assert spread_group(["actor"], job, {"WORLD_SIZE": "2"}) is None  # a rank
+    assert spread_group(["reference", "rollout"], job, {}) is None  # no group, but of one rank each
+    for roles in (["actor"], ["reward", "rollout"], ["actor", "reward", "reference"]):
+        with pytest.raises(InvalidConfig, match=r"group policy has 2 ranks .* serve actor,reward\."):
+            spread_group(roles, job, {})
 
 
 def children_of(pid: int) -> list[str]:

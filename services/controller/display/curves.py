@@ -20,7 +20,7 @@ PANELS: dict[str, dict[str, str]] = {
     "Validation accuracy": {"val-core/*": ""},
     "KL, nats": {
         "actor/reward_kl_penalty": "to the reference",
-        "actor/kl_loss": "to the reference, in the loss",
+        "actor/kl_per_token": "to the reference, in the loss",
         "actor/ppo_kl": "of the update",
     },
     "Entropy, nats": {"actor/entropy": "entropy"},

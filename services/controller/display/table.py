@@ -55,7 +55,7 @@ COLUMNS = (
     Column("pg loss", ("actor/pg_loss",), 8, ".4f", 8),
     Column(CRITIC, ("critic/vf_loss",), 8, ".4f", 9),
     Column("ppo kl", ("actor/ppo_kl",), 8, ".4f", 7),
-    Column(REFERENCE, ("actor/reward_kl_penalty", "actor/kl_loss"), 8, ".4f", 4),
+    Column(REFERENCE, ("actor/reward_kl_penalty", "actor/kl_per_token"), 8, ".4f", 4),
     Column("tokens/s", ("perf/throughput",), 8, ".0f", 6),
     Column("seconds", ("timing_s/step",), 7, ".1f", 2),
 )
