@@ -26,7 +26,6 @@ from rolemesh.planner.memory import role_shapes
 from rolemesh.planner.refusal import refuse_what_cannot_fit, refuse_what_gpus_cannot_hold
 from rolemesh.rpc.serving.server import serve_metrics
 from rolemesh.services.controller.display.summary import Summary
-from rolemesh.services.controller.display.table import log_console
 from rolemesh.services.controller.main import (
     Brakes,
     checked_run,
@@ -86,7 +85,7 @@ async def launch(job: JobConfig) -> Summary:
             if not run.status.goes_on:
                 raise
             # Not logged: a log line would have the lines of the process's log in one.
-            log_console().print(Text(printable_lines(str(lost)), style="yellow"), soft_wrap=True)
+            run.display.console.print(Text(printable_lines(str(lost)), style="yellow"), soft_wrap=True)
             log.warning("starting all roles anew, and going on from %s", checkpoints.latest())
 
 

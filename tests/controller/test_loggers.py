@@ -268,6 +268,16 @@ async def test_prometheus_shows_the_last_step_and_the_last_validation(tmp_path: 
     assert shown == [0.5, None, 0.5]
 
 
+async def test_a_run_that_goes_on_in_this_process_shows_no_metric_of_before(tmp_path: Path) -> None:
+    """Its roles were started anew after a step with a checkpoint."""
+    saved = {SCORE: 0.25, "timing_s/save_checkpoint": 60.0, "val-core/digits/acc/mean@1": 0.5}
+    for step, metrics in enumerate((saved, {SCORE: 0.5}), start=1):
+        async with Loggers(job_with(tmp_path / "run"), step - 1, Console(file=io.StringIO())) as loggers:
+            loggers.log(step, metrics)
+    shown = [CONTROLLER.get_sample_value("rolemesh_step_metric", {"name": name}) for name in saved]
+    assert shown == [0.5, None, None]
+
+
 async def test_a_bad_value_costs_prometheus_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     values: dict[str, Any] = {"timing_s/step": object(), "one": 1.0, "none": object(), "two": 2.0}
     async with Loggers(job_with(tmp_path / "run"), None, Console(file=io.StringIO())) as loggers:

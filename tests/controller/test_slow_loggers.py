@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import io
 import json
+import re
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -172,3 +173,28 @@ async def test_a_bounded_number_of_steps_waits_and_they_are_logged_in_order(
         library.answers.set()
     assert library.logged == [1, 2, 3, -1]
     assert caplog.text.count("Held could not log step 4 (metrics.jsonl has it): RolemeshError: 2 earlier") == 1
+
+
+class Exiting:
+    """A library that would end the process, as wandb's prompt for a key does."""
+
+    def begin(self) -> None:
+        """Does not exit yet."""
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        raise SystemExit(1) if step == 1 else KeyboardInterrupt
+
+    def close(self) -> None:
+        raise SystemExit(1)
+
+
+async def test_a_library_that_would_end_the_process_costs_warnings(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Loggers(job_with(tmp_path / "run"), None, NOWHERE) as loggers:
+        loggers._threads.append(OwnThread(Exiting()))
+        for step in (1, 2):
+            loggers.log(step, {SCORE: 0.5})
+    for step, error in ((1, "SystemExit: 1"), (2, "KeyboardInterrupt")):
+        assert f"Exiting could not log step {step} (metrics.jsonl has it): {error}" in caplog.text
+    assert re.search(r"Exiting could not be closed, and may lack the last steps .*: SystemExit: 1", caplog.text)

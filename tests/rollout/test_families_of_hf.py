@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from rolemesh.config.model import ModelConfig
-from rolemesh.errors import Unsupported
+from rolemesh.errors import InvalidConfig, Unsupported
 from rolemesh.models.loading import load_causal_lm
 from rolemesh.services.rollout.engines.hf.attention import GROUPED_ATTENTION
 from rolemesh.services.rollout.engines.hf.probe import group_attention
@@ -55,3 +55,10 @@ def test_other_models_are_refused(tmp_path: Path, kind: str, settings: dict[str,
     message = rf"rollout engine hf cannot run {kind}ForCausalLM \(.*{said}\); set rollout\.name to vllm"
     with pytest.raises(Unsupported, match=message):
         group_attention(loaded(tmp_path, kind, settings))
+
+
+def test_damaged_weights_are_not_said_to_suit_another_engine(tmp_path: Path) -> None:
+    model = loaded(tmp_path, "Qwen2", {})
+    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = torch.nan
+    with pytest.raises(InvalidConfig, match="logits are not finite, so its weights are damaged"):
+        group_attention(model)

@@ -248,6 +248,47 @@ async def test_a_server_never_gets_more_rows_than_it_takes_also_after_another_is
     assert max(rows_there) == 4
 
 
+async def test_one_free_place_is_news_for_every_row_that_waits(model: Path, tmp_path: Path):
+    """Also if the row that hears of it is cancelled, or finds that no server is left."""
+
+    class Handler(DocumentedSglang):
+        asked: list[tuple[str, Any, str]] = []  # noqa: RUF012
+
+    with ExitStack() as opened:
+        server = opened.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        opened.callback(server.shutdown)
+        addresses = [f"http://127.0.0.1:{server.server_address[1]}"]
+        settings = {"tokens": 8, "max_num_seqs": 4, "openai": {"api": "sglang"}}
+        engine: Any = opened.enter_context(worker_of(model, addresses, tmp_path, **settings))._engine
+        (full,) = engine._servers
+        full.num_rows = 4
+
+        async def take() -> None:
+            async with engine._server_with_room():
+                pass
+
+        async def one_less() -> None:
+            async with engine._room:
+                full.num_rows -= 1
+                engine._room.notify()
+
+        async with asyncio.timeout(60):
+            cancelled, waiting = asyncio.create_task(take()), asyncio.create_task(take())
+            await asyncio.sleep(0)  # both wait
+            await one_less()
+            cancelled.cancel()
+            await waiting
+            full.num_rows = 4
+            rows = [asyncio.create_task(take()) for _ in range(3)]
+            await asyncio.sleep(0)
+            full.lost = "it died"
+            await one_less()
+            for row in rows:
+                with pytest.raises(RoleUnavailable, match=r"no server is left: .*it died"):
+                    await row
+
+
 async def test_generate_asks_servers_where_this_machine_holds_no_weights(model: Path, tmp_path: Path):
     """The model directory has tokenizer and configuration alone. The server stands in for SGLang again."""
     from transformers import AutoTokenizer

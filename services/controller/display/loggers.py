@@ -179,6 +179,7 @@ class PrometheusLogger:
         STEP_ENDED.set_to_current_time()
         TRAINING_STEP.set(start or 0)
         TRAINING_STEPS_PLANNED.set(job.trainer.total_training_steps or 0)
+        STEP_METRIC.clear()  # of an earlier run in this process, e.g. before a role was lost
         self._of_step: set[str] = set()
 
     def log(self, step: int, metrics: Metrics) -> None:

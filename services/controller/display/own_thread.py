@@ -101,24 +101,24 @@ class OwnThread:
                     self._logger.begin()
                     has_begun = True
                 self._logger.log(step, metrics)
-            except Exception as error:
+            except BaseException as error:  # likewise
                 warn_of_step(self.name, step, error)
         try:
             if has_begun and not self._given_up:
                 self._logger.close()
-        except Exception as error:  # it must neither replace the run's own error nor fail the run
+        except BaseException as error:  # it must neither replace the run's own error nor fail the run
             warn_of_close(self.name, error)
         self._ended.set()
 
 
-def warn_of_step(logger: str, step: int, error: Exception) -> None:
+def warn_of_step(logger: str, step: int, error: BaseException) -> None:
     """Warn that a logger lacks a step, or a part of it."""
     log.warning(
         "%s could not log step %d (metrics.jsonl has it): %s: %s", logger, step, type(error).__name__, error
     )
 
 
-def warn_of_close(logger: str, error: Exception) -> None:
+def warn_of_close(logger: str, error: BaseException) -> None:
     """Warn that a logger may lack the last steps."""
     log.warning(
         "%s could not be closed, and may lack the last steps (metrics.jsonl has them): %s: %s",

@@ -21,7 +21,7 @@ import logging
 import re
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -182,16 +182,18 @@ class Checkpoints:
                 "new run from its weights: another trainer.experiment_name, and "
                 f"actor.model.{key}={path / 'actor'}" + "".join(f". {hint}" for hint in compared.hints)
             )
-        num_then, num_now = (each.get(NUM_PROMPTS) for each in (state.kept_settings, settings))
-        if not prompts_are_known and num_then != num_now:
+        return state
+
+    @staticmethod
+    def warn_of_unknown_rows(path: Path, state: ControllerState, settings: Mapping[str, Any]) -> None:
+        """Warn if the rows of a finished run, whose tools are not known, may have changed (`compare`)."""
+        then, now = state.kept_settings.get(NUM_PROMPTS), settings.get(NUM_PROMPTS)
+        if then != now:
             log.warning(
                 "%s had %s prompts that are short enough with their tools, and data.train_files now has %s "
                 "without tools; whether its rows have changed is not known",
-                path,
-                num_then,
-                num_now,
+                *(path, then, now),
             )
-        return state
 
     @asynccontextmanager
     async def writing(self, roles: Roles, state: ControllerState, best: bool = False) -> AsyncIterator[None]:

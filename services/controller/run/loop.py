@@ -127,6 +127,8 @@ class Run:
             self.status.total_steps = num_steps(self._given, state.kept_settings[NUM_PROMPTS])
         if state.step < self.status.total_steps:
             return None
+        if has_tools:
+            self._checkpoints.warn_of_unknown_rows(chosen, state, self._settings_to_keep())
         self.status.add(*read_metrics(self.job.run_dir / METRICS_FILE))
         self.status.set(state=State.FINISHED, step=state.step)
         return self._summary()

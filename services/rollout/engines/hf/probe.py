@@ -27,6 +27,7 @@ def group_attention(model: Any) -> None:
         model: a transformers causal LM with float32 weights.
 
     Raises:
+        InvalidConfig: its own numbers are not finite.
         Unsupported: it gives other numbers or an error.
         torch.OutOfMemoryError, torch.AcceleratorError: the machine failed, not the model.
     """
@@ -38,6 +39,8 @@ def group_attention(model: Any) -> None:
         model(input_ids=row, position_ids=at, use_cache=False).logits[0]
         for row, at in zip(rows, positions, strict=True)
     ]
+    if not all(logits.isfinite().all() for logits in expected):
+        raise InvalidConfig("rollout: the model's logits are not finite, so its weights are damaged")
     try:
         model.set_attn_implementation(GROUPED_ATTENTION)
         found = _read_and_decoded(model, ids)

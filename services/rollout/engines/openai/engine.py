@@ -127,6 +127,7 @@ class OpenAIEngine:
     async def generate(self, prompts: DataProto, sampling: SamplingConfig) -> AsyncGenerator[DataProto, None]:
         for server in self._servers:
             server.lost = None  # it may be back; its weights are checked before it gets a row
+        await self._look_again()
         async with self._client() as client:
             rows = [
                 asyncio.create_task(self._respond(client, _Row(row), sampling))
@@ -176,8 +177,12 @@ class OpenAIEngine:
     async def _server_with_room(self) -> AsyncIterator[Server]:
         """Assign a row within the context to the usable server with the fewest rows, once that has room."""
         async with self._room:
-            while (server := self._emptiest()).num_rows >= self._job.rollout.rows:
-                await self._room.wait()
+            try:
+                while (server := self._emptiest()).num_rows >= self._job.rollout.rows:
+                    await self._room.wait()
+            except BaseException:  # cancelled, or no server is left: the next row looks in place of this one
+                self._room.notify()
+                raise
             server.num_rows += 1
         try:
             yield server
@@ -185,6 +190,11 @@ class OpenAIEngine:
             async with self._room:
                 server.num_rows -= 1
                 self._room.notify()
+
+    async def _look_again(self) -> None:
+        """Let the rows that wait for room look for it: a server may be back."""
+        async with self._room:
+            self._room.notify_all()
 
     def _emptiest(self) -> Server:
         usable = [server for server in self._servers if server.lost is None]
@@ -252,6 +262,7 @@ class OpenAIEngine:
             before, self._version, self._directory = self._directory, version, directory
             # From here on a server gets no row before it has the version.
             await asyncio.gather(*(self._give(client, server) for server in self._servers))
+            await self._look_again()
             if before is not None:
                 await asyncio.to_thread(self._folder.remove, before)
         if all(server.lost is not None for server in self._servers):
