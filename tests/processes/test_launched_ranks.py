@@ -92,8 +92,14 @@ def test_a_group_of_several_ranks_is_served_whole_and_alone() -> None:
         "groups": {"policy": ["actor", "reward"], "reference": ["reference"], "rollout": ["rollout"]},
         "ranks": {"policy": 2},
     }
-    algorithm = {"adv_estimator": "grpo"}
-    job = make_job({"actor": {"use_kl_loss": True}, "algorithm": algorithm, "placement": placement})
+    job = make_job(
+        {
+            "actor": {"use_kl_loss": True},
+            "algorithm": {"adv_estimator": "grpo"},
+            "rollout": {"n": 2},
+            "placement": placement,
+        }
+    )
     assert spread_group(["reward", "actor"], job, {}) == "policy"
     assert spread_group(["actor"], job, {"WORLD_SIZE": "2"}) is None  # a rank
     assert spread_group(["reference", "rollout"], job, {}) is None  # no group, but of one rank each

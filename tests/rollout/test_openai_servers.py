@@ -251,8 +251,11 @@ async def test_a_server_never_gets_more_rows_than_it_takes_also_after_another_is
 async def test_one_free_place_is_news_for_every_row_that_waits(model: Path, tmp_path: Path):
     """Also if the row that hears of it is cancelled, or finds that no server is left."""
 
+    from transformers import AutoTokenizer
+
     class Handler(DocumentedSglang):
         asked: list[tuple[str, Any, str]] = []  # noqa: RUF012
+        tokenizer = AutoTokenizer.from_pretrained(model)
 
     with ExitStack() as opened:
         server = opened.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
