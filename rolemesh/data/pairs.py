@@ -41,7 +41,7 @@ class PairDataset(RowsWithResponses):
                 )
             sides = [side[len(prompt) :] for side in sides]
         if sides[0] == sides[1]:
-            raise self._wrong(position, keys[0], f"equals {keys[1]!r}; a pair needs two responses")
+            return []  # the loss is log 2 whatever the policy is, so there is nothing to learn
         for key, side in zip(keys, sides, strict=True):
             if not prompt or not side or side[0].get("role") != "assistant":
                 raise self._wrong(

@@ -94,17 +94,26 @@ class RowsWithResponses:
         self._rows: list[Row] = []
         self._positions: list[int] = []
         self._sources: list[str] = []
+        num_alike = 0
         for position, source, conversations in self._tokenised(positions, tokenizer):
-            row = self._row(position, conversations)
+            num_alike += not conversations
+            row = self._row(position, conversations) if conversations else None
             if row is not None:
                 self._rows.append(row)
                 self._positions.append(position)
                 self._sources.append(source)
         self.num_filtered = len(positions) - len(self._rows)
-        if self.num_filtered:
-            logger.info("%s: left out %d of %d rows, too long", split, self.num_filtered, len(positions))
+        if num_long := self.num_filtered - num_alike:
+            logger.info("%s: left out %d of %d rows, too long", split, num_long, len(positions))
+        if num_alike:
+            logger.warning(
+                "%s: left out %d of %d pairs, whose responses are equal", split, num_alike, len(positions)
+            )
         if not self._rows:
-            raise InvalidData(f"none of the {len(positions)} rows in {[*map(str, files)]} is short enough")
+            of = f"none of the {len(positions)} rows in {[*map(str, files)]}"
+            if num_alike:
+                raise InvalidData(f"{of} is left: {num_alike} have equal responses, {num_long} are too long")
+            raise InvalidData(f"{of} is short enough")
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -151,7 +160,7 @@ class RowsWithResponses:
     # ------------------------------------------------------------------------------- at start
 
     def _conversations(self, position: int, row: Mapping[str, Any]) -> list[Conversation]:
-        """Return the conversations of a row of the files."""
+        """Return the conversations of a row of the files; none leaves it out."""
         raise NotImplementedError
 
     def _row(self, position: int, conversations: list[tuple[Ids, Ids]]) -> Row | None:

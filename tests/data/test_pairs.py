@@ -96,11 +96,27 @@ def test_a_pair_that_is_too_long_is_named_or_left_out(tmp_path: Path) -> None:
     assert len(dataset(tmp_path, rows, filter_overlong_prompts=True)) == 1
 
 
+def test_pairs_of_equal_responses_are_left_out_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As data sets drawn by score have them: neither response can be preferred."""
+    equal = [
+        {"prompt": "2+3=", "chosen": "5", "rejected": "5"},
+        {"prompt": "2+3=", "chosen": [ASK, says("5")], "rejected": [ASK, says("5")]},
+    ]
+    rows = [equal[0], {"prompt": "2+3=", "chosen": "5", "rejected": "6"}]
+    data = dataset(tmp_path, rows)
+    assert data.batch([0])["uid"].tolist() == ["train-000001"]
+    assert "train: left out 1 of 2 pairs, whose responses are equal" in caplog.text
+    for pair in equal:
+        with pytest.raises(InvalidData, match="is left: 1 have equal responses, 0 are too long"):
+            dataset(tmp_path, [pair])
+
+
 @pytest.mark.parametrize(
     ("row", "says_what"),
     [
         ({"prompt": "2+3=", "chosen": "5"}, "lacks columns: 'chosen' and 'rejected' wanted"),
-        ({"prompt": "2+3=", "chosen": "5", "rejected": "5"}, "column 'chosen' equals 'rejected'"),
         ({"prompt": "2+3=", "chosen": "5", "rejected": ""}, "column 'rejected' should hold text or messages"),
         (
             {"chosen": "5", "rejected": "6"},
