@@ -75,13 +75,13 @@ class ModelScorer:
 
     def _inputs(self, rows: DataProto) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield the passes: positions of rows [b], their tokens and mask [b, width]."""
+        tokens = torch.cat([rows["prompts"], rows["responses"]], 1)
+        mask = torch.cat([rows["prompt_mask"], rows["response_mask"]], 1)
         if self._same_ids:
-            tokens = torch.cat([rows["prompts"], rows["responses"]], 1)
-            mask = torch.cat([rows["prompt_mask"], rows["response_mask"]], 1)
             parts = (torch.arange(len(rows)), tokens, mask)
             yield from zip(*(torch.split(part, self._micro_batch) for part in parts), strict=True)
             return
-        ids = [self._retokenised(rows, row) for row in range(len(rows))]
+        ids = self._retokenised(tokens, mask)
         # rounded up to a multiple of S
         widths = [-(-max(1, len(row)) // self._width) * self._width for row in ids]
         for width in sorted(set(widths)):
@@ -89,11 +89,11 @@ class ModelScorer:
             for some in torch.split(at, self._micro_batch):
                 yield some, *self._padded([ids[row] for row in some.tolist()], width)
 
-    def _retokenised(self, rows: DataProto, row: int) -> list[int]:
-        prompt = rows["prompts"][row][rows["prompt_mask"][row]]
-        response = rows["responses"][row][rows["response_mask"][row]]
-        text = self._policy_tokenizer.decode(torch.cat([prompt, response]), skip_special_tokens=True)
-        ids: list[int] = self._tokenizer(text)["input_ids"]
+    def _retokenised(self, tokens: Tensor, mask: Tensor) -> list[list[int]]:
+        """Return the reward model's ids of each row's text; tokenizers use all cores for a list of texts."""
+        rows = [row[there].tolist() for row, there in zip(tokens, mask, strict=True)]
+        texts = self._policy_tokenizer.batch_decode(rows, skip_special_tokens=True)
+        ids: list[list[int]] = self._tokenizer(texts)["input_ids"]
         return ids
 
     def _padded(self, ids: list[list[int]], width: int) -> tuple[Tensor, Tensor]:
