@@ -179,7 +179,7 @@ class RowsWithResponses:
                 for position, row, conversations in zip(some, rows, by_row, strict=True)
                 for each in conversations
             ]
-            found = iter(tokenised(tokenizer, rendered))
+            found = iter(tokenised(tokenizer, rendered) if rendered else ())
             for position, row, conversations in zip(some, rows, by_row, strict=True):
                 made = [(each, next(found)) for each in conversations]
                 source = str(row.get(self.config.reward_fn_key) or "data")

@@ -133,7 +133,7 @@ def test_a_reward_models_scores_are_the_cpus_and_run_in_the_chosen_kernel(
 # ------------------------------------------------------------------------------- engine hf
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def engine(gpu: PretendedGpu, tiny_model: Path) -> Iterator[RolloutWorker]:
     with gpu.worker(RolloutWorker, rollout_job(tiny_model, dtype="float32", top_k=5, max_num_seqs=8)) as worker:
         yield worker
