@@ -38,10 +38,18 @@ def any_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen2-shaped Hugging Face directory."""
+    """A tiny Qwen2-shaped Hugging Face directory of one layer: a layer more would be time in every run."""
     from rolemesh.models.tiny import make_tiny_model
 
-    return make_tiny_model(tmp_path_factory.mktemp("tiny"), "qwen2")
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), "qwen2", num_layers=1)
+
+
+@pytest.fixture(scope="session")
+def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of two layers, for what differs between a model's first layer and the others."""
+    from rolemesh.models.tiny import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("two"), "qwen2")
 
 
 @pytest.fixture(scope="session")
@@ -103,6 +111,14 @@ def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_curves() -> Iterator[None]:
+    """Runs in a test process draw no curves.png, which takes half a second. Runs in other processes do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rolemesh.services.controller.main.draw_curves", lambda *_: None)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from cluster import WITH_IMAGE, Failed, Namespace, run
 from rendering import CHART, KUBERNETES
-from training import BUSY, HERE, REWARD_ALONE, SAVE_FREQ, Job, Outcome, ended, runs
+from training import HERE, SAVE_FREQ, Job, Outcome, ended, runs
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1500)]
 
@@ -258,26 +258,3 @@ def test_a_run_that_cannot_be_prepared_ends_and_gives_its_pods_back(namespace: N
 def rolemesh(command: str, job: Job, *args: str) -> str:
     """As a person at a laptop says it, by the release's name."""
     return run(sys.executable, "-P", "-m", "rolemesh", command, job.name, "-n", job.namespace.name, *args)
-
-
-def test_an_autoscaler_scales_the_reward_by_its_load(workspace: tuple[Namespace, str]) -> None:
-    namespace, claim = workspace
-    try:
-        namespace.kubectl("get", "--raw", "/apis/metrics.k8s.io/v1beta1")
-    except Failed:
-        pytest.skip("NOTHING IS SCALED BY LOAD: the cluster has no metrics-server")
-    job = Job(namespace, "standalone", claim, "scaled")
-    values = {
-        "placement": REWARD_ALONE,
-        "autoscaling": {"reward": {"scaler": "hpa", "minReplicas": 1, "maxReplicas": 3}},
-        "rewardFunction": {"code": BUSY},
-        "job": {"reward": {"custom_reward_function": {"path": "/etc/rolemesh-reward/reward.py"}}},
-    }
-    job.install("--values", "-", stdin=json.dumps(values))
-    scaled = f"{job.name}-reward"
-    namespace.until(lambda thing: thing["status"].get("readyReplicas") == 3, "deployment", scaled, within_s=400)
-    job.reach(job.step() + 10)  # what starting took of the CPU is forgotten by then; what the rows take is not
-    job.upgrade("--values", "-", "--set", "monitoring.dashboards.labels.board=mine", stdin=json.dumps(values))
-    assert namespace.one("deployment", scaled)["spec"]["replicas"] == 3  # the autoscaler's, not the chart's
-    job.stop()
-    job.end()

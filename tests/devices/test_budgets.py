@@ -68,14 +68,14 @@ BUDGETS: dict[str, Budget] = {
 
 @pytest.fixture(scope="module")
 def calls(
-    gpu: PretendedGpu, tiny_model: Path, tiny_reward_model: Path
+    gpu: PretendedGpu, two_layers: Path, tiny_reward_model: Path
 ) -> Iterator[dict[str, Callable[[], Any]]]:
     """Each call, on workers that this file shares."""
-    job, batch = gpu_job(tiny_model), sequence_batch(ROWS)
+    job, batch = gpu_job(two_layers), sequence_batch(ROWS)
     columns = [batch[name] for name in ("input_ids", "attention_mask", "position_ids")]
     with gpu.here():
         reward_model = RewardModel.load(ModelConfig(path=str(tiny_reward_model), dtype="bfloat16"), "cuda")
-    engine = rollout_job(tiny_model, dtype="bfloat16", ignore_eos=True)
+    engine = rollout_job(two_layers, dtype="bfloat16", ignore_eos=True)
     with (
         gpu.worker(ActorWorker, job) as actor,
         gpu.worker(CriticWorker, job) as critic,

@@ -52,11 +52,11 @@ def test_a_model_may_change_what_was_copied_together_with_what_autograd_keeps(gp
 
 @pytest.mark.parametrize("packed", [True, False])
 async def test_an_adapter_learns_is_published_and_leaves_the_base_model_as_it_was(
-    gpu: PretendedGpu, tiny_model: Path, packed: bool
+    gpu: PretendedGpu, two_layers: Path, packed: bool
 ) -> None:
     batch = sequence_batch(ROWS)
     actor = {"model": {"lora_rank": 4}, "optim": {"lr": 1e-2}}
-    with gpu.worker(ActorWorker, gpu_job(tiny_model, packed=packed, actor=actor)) as worker:
+    with gpu.worker(ActorWorker, gpu_job(two_layers, packed=packed, actor=actor)) as worker:
         base = (await worker.compute_ref_log_probs(batch))["ref_log_probs"]
         await worker.update(batch)
         again = (await worker.compute_ref_log_probs(batch))["ref_log_probs"]
@@ -134,20 +134,20 @@ def test_a_reward_models_scores_are_the_cpus_and_run_in_the_chosen_kernel(
 
 
 @pytest.fixture
-def engine(gpu: PretendedGpu, tiny_model: Path) -> Iterator[RolloutWorker]:
-    with gpu.worker(RolloutWorker, rollout_job(tiny_model, dtype="float32", top_k=5, max_num_seqs=8)) as worker:
+def engine(gpu: PretendedGpu, two_layers: Path) -> Iterator[RolloutWorker]:
+    with gpu.worker(RolloutWorker, rollout_job(two_layers, dtype="float32", top_k=5, max_num_seqs=8)) as worker:
         yield worker
 
 
 @pytest.mark.usefixtures("here")
 async def test_engine_hf_generates_the_cpus_tokens(
-    gpu: PretendedGpu, engine: RolloutWorker, tiny_model: Path
+    gpu: PretendedGpu, engine: RolloutWorker, two_layers: Path
 ) -> None:
     """More rows than are decoded together, so that some join later, and some leave early."""
     prompts = prompts_of(12)
     gpu.record.clear()
     found = await generated(engine, prompts)
-    job = rollout_job(tiny_model, dtype="float32", top_k=5, max_num_seqs=8)
+    job = rollout_job(two_layers, dtype="float32", top_k=5, max_num_seqs=8)
     on_cpu = RolloutWorker(job.model_copy(update={"trainer": job.trainer.model_copy(update={"device": "cpu"})}))
     expected = await generated(on_cpu, prompts)
     on_cpu.close()
@@ -158,7 +158,7 @@ async def test_engine_hf_generates_the_cpus_tokens(
 
 @pytest.mark.usefixtures("here")
 async def test_engine_hf_goes_on_with_rows_and_takes_new_weights(
-    engine: RolloutWorker, tiny_model: Path
+    engine: RolloutWorker, two_layers: Path
 ) -> None:
     async def generate(request: DataProto) -> DataProto:
         return await generated(engine, request)
@@ -166,7 +166,7 @@ async def test_engine_hf_goes_on_with_rows_and_takes_new_weights(
     exchanged = await conversation(prompts_of(4), 16, [[2] * 4], [generate, generate])
     assert all(answer["rollout_log_probs"].isfinite().all() for _, answer in exchanged)
     before = await generated(engine, prompts_of(4))
-    await engine.update_weights(HeldWeights(2, named_weights(trained(tiny_model))))
+    await engine.update_weights(HeldWeights(2, named_weights(trained(two_layers))))
     after = await generated(engine, prompts_of(4))
     assert engine.version == 2
     assert set(after["weight_versions"].unique().tolist()) <= {-1, 2}
@@ -174,8 +174,8 @@ async def test_engine_hf_goes_on_with_rows_and_takes_new_weights(
 
 
 @pytest.mark.usefixtures("here")
-async def test_engine_hf_samples_in_bfloat16(gpu: PretendedGpu, tiny_model: Path) -> None:
-    with gpu.worker(RolloutWorker, rollout_job(tiny_model, dtype="bfloat16", top_p=0.9, top_k=20)) as worker:
+async def test_engine_hf_samples_in_bfloat16(gpu: PretendedGpu, two_layers: Path) -> None:
+    with gpu.worker(RolloutWorker, rollout_job(two_layers, dtype="bfloat16", top_p=0.9, top_k=20)) as worker:
         gpu.record.clear()
         answer = await generated(worker, prompts_of(3))
     assert math.isfinite(answer["rollout_log_probs"].sum())

@@ -66,10 +66,10 @@ def kernels_of(gpu: PretendedGpu) -> dict[str, int]:
 
 @ways
 async def test_an_actor_computes_log_probs_learns_and_publishes(
-    gpu: PretendedGpu, tiny_model: Path, way: dict[str, Any], kernel: str
+    gpu: PretendedGpu, two_layers: Path, way: dict[str, Any], kernel: str
 ) -> None:
     batch = sequence_batch(ROWS)
-    with gpu.worker(ActorWorker, gpu_job(tiny_model, **way)) as worker:
+    with gpu.worker(ActorWorker, gpu_job(two_layers, **way)) as worker:
         gpu.record.clear()
         check_answer(await worker.compute_log_probs(batch), batch)
         assert set(kernels_of(gpu)) == {f"{kernel} forward"}
@@ -95,10 +95,10 @@ async def test_an_actor_computes_log_probs_learns_and_publishes(
 
 @ways
 async def test_a_critic_computes_values_and_learns(
-    gpu: PretendedGpu, tiny_model: Path, way: dict[str, Any], kernel: str
+    gpu: PretendedGpu, two_layers: Path, way: dict[str, Any], kernel: str
 ) -> None:
     batch = sequence_batch(ROWS)
-    with gpu.worker(CriticWorker, gpu_job(tiny_model, **way)) as worker:
+    with gpu.worker(CriticWorker, gpu_job(two_layers, **way)) as worker:
         gpu.record.clear()
         check_answer(await worker.compute_values(batch), batch)
         began = time.perf_counter()
@@ -110,12 +110,12 @@ async def test_a_critic_computes_values_and_learns(
 
 @ways
 async def test_a_references_log_probs_run_in_the_chosen_kernel(
-    gpu: PretendedGpu, tiny_model: Path, way: dict[str, Any], kernel: str
+    gpu: PretendedGpu, two_layers: Path, way: dict[str, Any], kernel: str
 ) -> None:
     """The trial of a model when it is loaded runs this kernel, too."""
     batch = sequence_batch(ROWS)
     gpu.record.clear()
-    with gpu.worker(ReferenceWorker, gpu_job(tiny_model, **way)) as worker:
+    with gpu.worker(ReferenceWorker, gpu_job(two_layers, **way)) as worker:
         assert f"{kernel} forward" in kernels_of(gpu)
         gpu.record.clear()
         check_answer(await worker.compute_log_probs(batch), batch)
@@ -124,10 +124,10 @@ async def test_a_references_log_probs_run_in_the_chosen_kernel(
 
 @pytest.mark.parametrize("role", [ActorWorker, CriticWorker])
 async def test_a_checkpoint_leaves_the_gpu_through_pinned_memory_and_comes_back_bit_for_bit(
-    gpu: PretendedGpu, tiny_model: Path, tmp_path: Path, role: Any
+    gpu: PretendedGpu, two_layers: Path, tmp_path: Path, role: Any
 ) -> None:
     """Every copy is into a buffer, which the device does not wait for; only the buffers are waited for."""
-    job = gpu_job(tiny_model, trainer={"default_local_dir": str(tmp_path)})
+    job = gpu_job(two_layers, trainer={"default_local_dir": str(tmp_path)})
     with gpu.worker(role, job) as worker:
         await worker.update(sequence_batch(ROWS, seed=1))
         gpu.record.clear()

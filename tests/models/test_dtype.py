@@ -134,6 +134,6 @@ def test_in_float32_on_a_gpu_each_head_has_keys_and_values_of_its_own(kind: str)
         assert_close(theirs.as_subclass(Tensor), ours)
 
 
-def test_transformers_takes_that_attention(tiny_model: Path) -> None:
-    model = load_causal_lm(FrozenModelConfig(path=str(tiny_model)), "actor")
+def test_transformers_takes_that_attention(two_layers: Path) -> None:
+    model = load_causal_lm(FrozenModelConfig(path=str(two_layers)), "actor")
     assert ALL_ATTENTION_FUNCTIONS.get_interface(model.config._attn_implementation, None) is padded_attention

@@ -105,8 +105,8 @@ def test_the_reference_computes_what_the_actor_computes_before_its_first_step(
             worker.close()
 
 
-def test_in_float32_a_frozen_model_keeps_its_weights(tiny_model: Path) -> None:
-    plain, frozen = (load_causal_lm(ModelConfig(path=str(tiny_model)), "reference") for _ in range(2))
+def test_in_float32_a_frozen_model_keeps_its_weights(two_layers: Path) -> None:
+    plain, frozen = (load_causal_lm(ModelConfig(path=str(two_layers)), "reference") for _ in range(2))
     hold_frozen(frozen, "float32")
     assert all(p.dtype == torch.float32 and not p.requires_grad for p in frozen.parameters())
     assert all(map(torch.equal, plain.parameters(), frozen.parameters()))
@@ -144,9 +144,9 @@ def test_other_architectures_compute_the_same_bits_too(name: str, tmp_path: Path
     assert torch.equal(mine, theirs)
 
 
-def test_a_reward_model_gives_the_same_scores(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_reward_model_gives_the_same_scores(two_layers: Path, tmp_path: Path) -> None:
     torch.manual_seed(1)
-    scorer = AutoModelForTokenClassification.from_pretrained(tiny_model, num_labels=1, dtype=torch.float32)
+    scorer = AutoModelForTokenClassification.from_pretrained(two_layers, num_labels=1, dtype=torch.float32)
     scorer.save_pretrained(tmp_path)
     config = ModelConfig(path=str(tmp_path), dtype="bfloat16", use_remove_padding=False)
     root = load_score_model(config, "critic", Ranks.alone(), FsdpConfig(), torch.device("cpu"), seed=0)
@@ -162,10 +162,10 @@ def test_a_reward_model_gives_the_same_scores(tiny_model: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("stored", [torch.float32, HALF])
 async def test_an_adapters_base_is_held_where_no_number_changes(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: torch.dtype
+    two_layers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: torch.dtype
 ) -> None:
     """Training, published weights and the base's checksum have the bits of float32 weights."""
-    model = stored_in(stored, tiny_model, tmp_path / "model")
+    model = stored_in(stored, two_layers, tmp_path / "model")
     job = job_of(model, "bfloat16", True, lora_rank=4)
     held, batch = ActorWorker(job), sequence_batch(8)
     with monkeypatch.context() as as_before:

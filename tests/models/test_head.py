@@ -158,13 +158,13 @@ def test_the_gradient_over_many_chunks_is_as_exact_as_over_one(
 # --------------------------------------------------------------------- in actor, reference and rollout
 
 
-def test_an_update_and_a_call_for_log_probs_each_cast_the_heads_weight_once(tiny_model: Path) -> None:
+def test_an_update_and_a_call_for_log_probs_each_cast_the_heads_weight_once(two_layers: Path) -> None:
     """16 rows are 4 micro-batches; an update makes 2 optimizer steps, after which the weight is another."""
     half = {"dtype": "bfloat16"}
     job = make_job(
         {
             "data": {"train_batch_size": 16},
-            "actor": {"model": {"path": str(tiny_model), **half}, "head_dtype": "float32",
+            "actor": {"model": {"path": str(two_layers), **half}, "head_dtype": "float32",
                       "ppo_mini_batch_size": 8, "ppo_micro_batch_size_per_gpu": 4},
             "critic": {"ppo_micro_batch_size_per_gpu": 4},
             "trainer": {"device": "cpu"},

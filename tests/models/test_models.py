@@ -55,14 +55,14 @@ def test_a_vocabulary_is_what_table_and_head_both_have(any_model: Path) -> None:
     assert vocabulary_of(model) == 300
 
 
-def test_loading_draws_nothing_from_the_random_state(tiny_model: Path) -> None:
+def test_loading_draws_nothing_from_the_random_state(two_layers: Path) -> None:
     before = torch.random.get_rng_state()
-    load_causal_lm(at(tiny_model), "actor")
+    load_causal_lm(at(two_layers), "actor")
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-def test_dropout_is_off(tiny_model: Path, tmp_path: Path) -> None:
-    directory = copy_of(tiny_model, tmp_path)
+def test_dropout_is_off(two_layers: Path, tmp_path: Path) -> None:
+    directory = copy_of(two_layers, tmp_path)
     settings = json.loads((directory / "config.json").read_text()) | {"attention_dropout": 0.5}
     (directory / "config.json").write_text(json.dumps(settings))
     model = load_causal_lm(at(directory), "actor").train()
@@ -94,9 +94,9 @@ def copy_of(model: Path, tmp_path: Path) -> Path:
     [("config.json", "has no config.json"), ("model.safetensors", "has no weights")],
 )
 def test_a_directory_that_lacks_a_file_is_named(
-    tiny_model: Path, tmp_path: Path, missing: str, words: str
+    two_layers: Path, tmp_path: Path, missing: str, words: str
 ) -> None:
-    directory = copy_of(tiny_model, tmp_path)
+    directory = copy_of(two_layers, tmp_path)
     (directory / missing).unlink()
     with pytest.raises(ModelNotFound, match=f"actor: {directory} .*{words}"):
         load_causal_lm(at(directory), "actor")
@@ -110,25 +110,25 @@ def test_no_directory_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 4, 1000, 100_000])
-def test_damaged_weights_are_refused(tiny_model: Path, tmp_path: Path, kept_bytes: int) -> None:
-    directory = copy_of(tiny_model, tmp_path)
+def test_damaged_weights_are_refused(two_layers: Path, tmp_path: Path, kept_bytes: int) -> None:
+    directory = copy_of(two_layers, tmp_path)
     file = directory / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept_bytes])
     with pytest.raises(ModelNotFound, match=f"the model in {directory} cannot be read"):
         load_causal_lm(at(directory), "actor")
 
 
-def test_a_damaged_configuration_is_refused(tiny_model: Path, tmp_path: Path) -> None:
-    directory = copy_of(tiny_model, tmp_path)
+def test_a_damaged_configuration_is_refused(two_layers: Path, tmp_path: Path) -> None:
+    directory = copy_of(two_layers, tmp_path)
     for content in ("{", "[]", '{"model_type": "nonsense"}'):
         (directory / "config.json").write_text(content)
         with pytest.raises(ModelNotFound, match=f"the model in {directory} cannot be read"):
             load_causal_lm(at(directory), "actor")
 
 
-def test_weights_that_would_be_random_are_refused(tiny_model: Path, tmp_path: Path) -> None:
+def test_weights_that_would_be_random_are_refused(two_layers: Path, tmp_path: Path) -> None:
     """A configuration with one layer more than the file."""
-    directory = copy_of(tiny_model, tmp_path)
+    directory = copy_of(two_layers, tmp_path)
     settings = json.loads((directory / "config.json").read_text())
     settings["num_hidden_layers"] += 1
     settings["layer_types"] = ["full_attention"] * settings["num_hidden_layers"]
@@ -137,18 +137,18 @@ def test_weights_that_would_be_random_are_refused(tiny_model: Path, tmp_path: Pa
         load_causal_lm(at(directory), "actor")
 
 
-def test_a_pickle_is_never_read(tiny_model: Path, tmp_path: Path) -> None:
-    directory = copy_of(tiny_model, tmp_path)
+def test_a_pickle_is_never_read(two_layers: Path, tmp_path: Path) -> None:
+    directory = copy_of(two_layers, tmp_path)
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
     with pytest.raises(ModelNotFound, match=r"pytorch_model\.bin is a pickle"):
         load_causal_lm(at(directory), "actor")
 
 
-def test_a_tokenizer_is_needed(tiny_model: Path, tmp_path: Path) -> None:
-    assert load_tokenizer(at(tiny_model)).encode("ab") == [
-        load_tokenizer(at(tiny_model)).encode(letter)[0] for letter in "ab"
+def test_a_tokenizer_is_needed(two_layers: Path, tmp_path: Path) -> None:
+    assert load_tokenizer(at(two_layers)).encode("ab") == [
+        load_tokenizer(at(two_layers)).encode(letter)[0] for letter in "ab"
     ]
-    directory = copy_of(tiny_model, tmp_path)
+    directory = copy_of(two_layers, tmp_path)
     (directory / "tokenizer.json").write_text("{")
     with pytest.raises(ModelNotFound, match=f"the tokenizer in {directory} cannot be read"):
         load_tokenizer(at(directory))
@@ -191,13 +191,13 @@ def test_a_score_is_the_heads_at_the_last_token(any_model: Path, tmp_path: Path,
     assert torch.equal(alone, scores)
 
 
-def test_a_causal_lm_is_no_reward_model(tiny_model: Path) -> None:
+def test_a_causal_lm_is_no_reward_model(two_layers: Path) -> None:
     with pytest.raises(ModelNotFound, match="is not a reward model"):
-        RewardModel.load(at(tiny_model))
+        RewardModel.load(at(two_layers))
 
 
-def test_a_classifier_with_several_labels_is_no_reward_model(tiny_model: Path, tmp_path: Path) -> None:
-    AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=3).save_pretrained(tmp_path)
+def test_a_classifier_with_several_labels_is_no_reward_model(two_layers: Path, tmp_path: Path) -> None:
+    AutoModelForSequenceClassification.from_pretrained(two_layers, num_labels=3).save_pretrained(tmp_path)
     with pytest.raises(ModelNotFound, match=r"\[1, 64\]"):
         RewardModel.load(at(tmp_path))
 

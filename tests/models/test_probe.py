@@ -190,10 +190,10 @@ def test_the_widest_heads_of_the_kernel_pass_on_a_gpu_and_wider_ones_in_float32(
 
 
 def test_each_role_is_tried_in_its_type(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    two_layers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    scoring = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1)
+    scoring = AutoModelForSequenceClassification.from_pretrained(two_layers, num_labels=1)
     scoring.save_pretrained(tmp_path / "scoring")
     types: list[torch.dtype] = []
 
@@ -207,7 +207,7 @@ def test_each_role_is_tried_in_its_type(
         {
             "data": {"train_batch_size": 8},
             "trainer": {"device": "cpu", "default_local_dir": "."},
-            "actor": {"model": {"path": str(tiny_model), **model}, "ppo_mini_batch_size": 8},
+            "actor": {"model": {"path": str(two_layers), **model}, "ppo_mini_batch_size": 8},
             "critic": {"model": model},
             "reference": {"model": model},
         }

@@ -38,9 +38,9 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 @pytest.fixture
-def sampling_model(tiny_model: Path, tmp_path: Path) -> Path:
+def sampling_model(two_layers: Path, tmp_path: Path) -> Path:
     """As many published models: a temperature, but not do_sample."""
-    directory = shutil.copytree(tiny_model, tmp_path / "sampling")
+    directory = shutil.copytree(two_layers, tmp_path / "sampling")
     file = directory / "generation_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"temperature": 0.6, "top_p": 0.9}))
     return directory
@@ -125,8 +125,8 @@ def test_an_adapter_of_transposed_matrices_is_merged_too(tmp_path: Path) -> None
     assert all(torch.equal(tensor, begun.weights[name]) for name, tensor in trained.weights.items())
 
 
-def test_an_adapters_own_tokenizer_is_exported(tiny_model: Path, tmp_path: Path) -> None:
-    adapter = adapter_of(tiny_model, tmp_path / "adapter")
+def test_an_adapters_own_tokenizer_is_exported(two_layers: Path, tmp_path: Path) -> None:
+    adapter = adapter_of(two_layers, tmp_path / "adapter")
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "own"
     tokenizer.save_pretrained(adapter)
@@ -134,8 +134,8 @@ def test_an_adapters_own_tokenizer_is_exported(tiny_model: Path, tmp_path: Path)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == "own"
 
 
-def test_a_tokenizer_of_two_files_is_exported(tiny_model: Path, tmp_path: Path) -> None:
-    source = shutil.copytree(tiny_model, tmp_path / "source")
+def test_a_tokenizer_of_two_files_is_exported(two_layers: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(two_layers, tmp_path / "source")
     for file in source.glob("tokenizer*"):
         file.unlink()
     byte_tokenizer().backend_tokenizer.model.save(str(source))  # vocab.json and merges.txt
@@ -143,8 +143,8 @@ def test_a_tokenizer_of_two_files_is_exported(tiny_model: Path, tmp_path: Path) 
     assert tokens_of(tmp_path / "out") == tokens_of(source)
 
 
-def test_a_base_model_that_moved_is_named(tiny_model: Path, tmp_path: Path) -> None:
-    moved = shutil.copytree(tiny_model, tmp_path / "moved")
+def test_a_base_model_that_moved_is_named(two_layers: Path, tmp_path: Path) -> None:
+    moved = shutil.copytree(two_layers, tmp_path / "moved")
     adapter = adapter_of(moved, tmp_path / "adapter")
     moved = moved.rename(tmp_path / "elsewhere")
     with pytest.raises(ModelNotFound, match="no such model directory"):
@@ -153,8 +153,8 @@ def test_a_base_model_that_moved_is_named(tiny_model: Path, tmp_path: Path) -> N
     assert logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")).isfinite().all()
 
 
-def test_a_critic_is_a_model_too(tiny_model: Path, tmp_path: Path) -> None:
-    critic = ScoreModel.load(ModelConfig(path=str(tiny_model)), "critic", seed=5)
+def test_a_critic_is_a_model_too(two_layers: Path, tmp_path: Path) -> None:
+    critic = ScoreModel.load(ModelConfig(path=str(two_layers)), "critic", seed=5)
     (tmp_path / "critic").mkdir()
     critic.copy(Ranks.alone())(tmp_path / "critic", Ranks.alone())
     done = export(tmp_path / "critic", tmp_path / "out")
@@ -162,8 +162,8 @@ def test_a_critic_is_a_model_too(tiny_model: Path, tmp_path: Path) -> None:
     assert all(torch.equal(t, again.state_dict()[name]) for name, t in critic.state_dict().items())
 
 
-def test_a_reward_model_is_a_model_too(tiny_model: Path, tmp_path: Path) -> None:
-    theirs = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1, pad_token_id=0)
+def test_a_reward_model_is_a_model_too(two_layers: Path, tmp_path: Path) -> None:
+    theirs = AutoModelForSequenceClassification.from_pretrained(two_layers, num_labels=1, pad_token_id=0)
     theirs.save_pretrained(tmp_path / "reward")
     done = export(tmp_path / "reward", tmp_path / "out", max_shard_size="100KB")
     mine = AutoModelForSequenceClassification.from_pretrained(done.directory)
@@ -178,20 +178,20 @@ def test_a_reward_model_is_a_model_too(tiny_model: Path, tmp_path: Path) -> None
     ],
 )
 def test_what_has_no_meaning_is_refused(
-    tiny_model: Path, tmp_path: Path, keys: dict[str, str], error: type[Exception], said: str
+    two_layers: Path, tmp_path: Path, keys: dict[str, str], error: type[Exception], said: str
 ) -> None:
     with pytest.raises(error, match=said):
-        export(tiny_model, tmp_path / "out", **keys)  # type: ignore[arg-type]
+        export(two_layers, tmp_path / "out", **keys)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_existing_directory_is_not_overwritten(tiny_model: Path, tmp_path: Path) -> None:
+def test_an_existing_directory_is_not_overwritten(two_layers: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="exists; name a new directory"):
-        export(tiny_model, tmp_path)
+        export(two_layers, tmp_path)
 
 
-def test_weights_beyond_the_type_are_refused(tiny_model: Path, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+def test_weights_beyond_the_type_are_refused(two_layers: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(two_layers)
     model.model.embed_tokens.weight.data *= 1e6
     model.save_pretrained(tmp_path / "large")
     with pytest.raises(InvalidConfig, match="not finite in float16"):
@@ -199,27 +199,27 @@ def test_weights_beyond_the_type_are_refused(tiny_model: Path, tmp_path: Path) -
     export(tmp_path / "large", tmp_path / "out", dtype="bfloat16")
 
 
-def test_another_base_than_the_adapter_was_trained_on_is_refused(tiny_model: Path, tmp_path: Path) -> None:
-    adapter = adapter_of(tiny_model, tmp_path / "adapter")
+def test_another_base_than_the_adapter_was_trained_on_is_refused(two_layers: Path, tmp_path: Path) -> None:
+    adapter = adapter_of(two_layers, tmp_path / "adapter")
     (adapter / "base_model.xxh3").write_text("0123456789abcdef\n")
     with pytest.raises(InvalidConfig, match="the base model's weights were not those of"):
         export(adapter, tmp_path / "out")
 
 
 def test_an_error_of_the_write_is_not_one_of_the_size(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    two_layers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refusing(model: torch.nn.Module, directory: Path, **how: str) -> None:
         raise ValueError("tensors share memory")
 
     monkeypatch.setattr(saving, "save_model", refusing)
     with pytest.raises(CheckpointFailed, match="out could not be written: tensors share memory"):
-        export(tiny_model, tmp_path / "out")
+        export(two_layers, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_damaged_write_is_noticed_and_deleted(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    two_layers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def damaging(model: torch.nn.Module, directory: Path, **how: str) -> None:
         save_model(model, directory, **how)
@@ -230,5 +230,5 @@ def test_a_damaged_write_is_noticed_and_deleted(
 
     monkeypatch.setattr(saving, "save_model", damaging)
     with pytest.raises(CheckpointFailed, match="gives other logits than the one read"):
-        export(tiny_model, tmp_path / "out")
+        export(two_layers, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

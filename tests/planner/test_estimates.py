@@ -50,8 +50,8 @@ def test_parameters_are_counted_exactly_with_and_without_weights(any_model: Path
     assert shape.score_parameters == sum(p.numel() for p in critic.parameters())
 
 
-def test_the_same_weights_in_another_file_beside_them_are_not_counted(tiny_model: Path, tmp_path: Path) -> None:
-    directory = shutil.copytree(tiny_model, tmp_path / "model")
+def test_the_same_weights_in_another_file_beside_them_are_not_counted(two_layers: Path, tmp_path: Path) -> None:
+    directory = shutil.copytree(two_layers, tmp_path / "model")
     expected = read_shape(ModelConfig(path=str(directory)), "actor")
     weights = load_file(directory / "model.safetensors")
     save_file(

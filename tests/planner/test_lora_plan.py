@@ -37,20 +37,20 @@ def test_the_planner_counts_the_adapters_parameters(any_model: Path, targets: An
 
 @pytest.mark.parametrize("targets", [["nope"], ["q_proj", "nope"], "q_proj"])
 def test_a_target_that_the_model_has_not_is_refused_before_anything_starts(
-    tiny_model: Path, targets: Any
+    two_layers: Path, targets: Any
 ) -> None:
-    job = job_of(tiny_model, lora_rank=8, target_modules=targets)
+    job = job_of(two_layers, lora_rank=8, target_modules=targets)
     with pytest.raises(
         InvalidConfig, match=r"target_modules: .* matches no module; expected some of \[.*'q_proj'"
     ):
         role_memory(job, "actor", role_shapes(job), H100)
 
 
-def test_gradients_and_moments_are_the_adapters_alone(tiny_model: Path) -> None:
+def test_gradients_and_moments_are_the_adapters_alone(two_layers: Path) -> None:
     # Two layers of width 64, two of four heads for keys and values, an MLP of 256: rows plus columns are
     # q, o: 128; k, v: 96; gate, up, down: 320.
     adapter = 8 * 2 * (2 * 128 + 2 * 96 + 3 * 320)
-    job, whole = job_of(tiny_model, lora_rank=8), job_of(tiny_model)
+    job, whole = job_of(two_layers, lora_rank=8), job_of(two_layers)
     shapes = role_shapes(job)
     assert shapes.keys() == {"actor", "rollout", "critic"}  # no reference
     assert role_shapes(whole).keys() == {"actor", "rollout", "critic", "reference"}
@@ -64,7 +64,7 @@ def test_gradients_and_moments_are_the_adapters_alone(tiny_model: Path) -> None:
     assert (of_all.weights, of_all.gradients, of_all.optimizer) == (4 * base, 4 * base, 8 * base)
     least = least_memory(job, "actor", shapes)
     assert least.parts() | {"activations": 0} == memory.parts() | {"activations": 0}
-    half = job_of(tiny_model, lora_rank=8, dtype="bfloat16", enable_gradient_checkpointing=False)
+    half = job_of(two_layers, lora_rank=8, dtype="bfloat16", enable_gradient_checkpointing=False)
     stored = {"actor": replace(shapes["actor"], stored="bfloat16")}
     held, cast = (role_memory(half, "actor", each, H100) for each in (stored, shapes))
     assert cast.weights == memory.weights
@@ -77,9 +77,9 @@ def test_gradients_and_moments_are_the_adapters_alone(tiny_model: Path) -> None:
     assert least.parts() | {"activations": 0} == held.parts() | {"activations": 0}
 
 
-def test_the_reference_in_the_actor_takes_as_long_as_the_actors_own_pass(tiny_model: Path) -> None:
-    job, shapes = job_of(tiny_model, lora_rank=8), role_shapes(job_of(tiny_model))
+def test_the_reference_in_the_actor_takes_as_long_as_the_actors_own_pass(two_layers: Path) -> None:
+    job, shapes = job_of(two_layers, lora_rank=8), role_shapes(job_of(two_layers))
     with_kl = role_seconds(job, "actor", shapes, H100)
     without = role_seconds(make_job({"actor": {"model": {"lora_rank": 8}}}), "actor", shapes, H100)
     assert with_kl["score"] == pytest.approx(2 * without["score"])
-    assert with_kl["update"] < role_seconds(job_of(tiny_model), "actor", shapes, H100)["update"]
+    assert with_kl["update"] < role_seconds(job_of(two_layers), "actor", shapes, H100)["update"]

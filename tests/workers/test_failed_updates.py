@@ -164,11 +164,11 @@ def places(operations: Sequence[str], begun: bool, everywhere: bool) -> set[int]
 
 @pytest.mark.parametrize("case", CASES)
 async def test_after_a_failure_anywhere_a_loaded_worker_trains_as_an_untouched_one(
-    case: str, tiny_model: Path, tmp_path: Path
+    case: str, two_layers: Path, tmp_path: Path
 ) -> None:
     """Whether a checkpoint is loaded, or the initial state."""
     role, sections = CASES[case]
-    job = job_of(tiny_model, tmp_path, sections)
+    job = job_of(two_layers, tmp_path, sections)
     worker, first = WORKERS[role](job), WORKERS[role](job)
     await first.update(batch_of(0))
     await saved(first, tmp_path / "saved")
@@ -194,8 +194,8 @@ async def test_after_a_failure_anywhere_a_loaded_worker_trains_as_an_untouched_o
 
 
 @pytest.mark.parametrize("role", WORKERS)
-async def test_an_answer_that_failed_leaves_no_activation(role: str, tiny_model: Path, tmp_path: Path) -> None:
-    worker = WORKERS[role](job_of(tiny_model, tmp_path, {}))
+async def test_an_answer_that_failed_leaves_no_activation(role: str, two_layers: Path, tmp_path: Path) -> None:
+    worker = WORKERS[role](job_of(two_layers, tmp_path, {}))
     answer = worker.compute_values if role == "critic" else worker.compute_log_probs
     counted = Memory()
     async with counted.of(worker):
@@ -212,11 +212,11 @@ async def test_an_answer_that_failed_leaves_no_activation(role: str, tiny_model:
 
 @pytest.mark.parametrize("role", WORKERS)
 async def test_a_step_whose_moments_could_not_be_moved_is_undone(
-    role: str, tiny_model: Path, tmp_path: Path
+    role: str, two_layers: Path, tmp_path: Path
 ) -> None:
     """The weights have changed, and the number of steps has not."""
     sections = {"actor": {"fsdp_config": OFFLOAD}, "critic": {"model": {"fsdp_config": OFFLOAD}}}
-    job = job_of(tiny_model, tmp_path / "run", sections)
+    job = job_of(two_layers, tmp_path / "run", sections)
     worker, untouched = WORKERS[role](job), WORKERS[role](job)
     initial = everything(worker)
     job.run_dir.mkdir(parents=True, exist_ok=True)
@@ -368,6 +368,6 @@ def survive_on_ranks(ranks: Ranks, directory: Path, model: Path) -> None:
 
 
 def test_after_a_failure_of_all_ranks_loaded_ones_train_as_untouched_ones(
-    tiny_model: Path, tmp_path: Path
+    two_layers: Path, tmp_path: Path
 ) -> None:
-    on_ranks(2, survive_on_ranks, tmp_path, tiny_model)
+    on_ranks(2, survive_on_ranks, tmp_path, two_layers)
