@@ -4,6 +4,7 @@ what was written."""
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import shutil
 import stat
@@ -306,6 +307,7 @@ def test_a_directory_of_very_many_files_is_refused_before_descriptors_run_out(ro
         (root / "sub" / str(number)).touch()
     assert len(read(Home(root), root)) == MAX_ENTRIES - 1
     (root / "one").touch()
+    gc.collect()  # what it closes is not counted
     descriptors = set(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match="more than 512 files and directories, the limit for a checkpoint"):
         read(Home(root), root)
@@ -318,7 +320,7 @@ def test_a_directory_of_very_many_files_is_refused_before_descriptors_run_out(ro
     with pytest.raises(OSError, match="more than 512 files and directories"):
         too_many()
     assert list((root / "other").iterdir()) == []
-    assert set(os.listdir("/proc/self/fd")) == descriptors
+    assert set(os.listdir("/proc/self/fd")) <= descriptors
 
 
 @pytest.mark.parametrize("name", ["a\nb", "step\n", ".new-0123456789abcdef", ".new-", "a\x1b[2J", "a\u202eb"])

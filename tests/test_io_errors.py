@@ -6,6 +6,7 @@ read of its beginning ends with EIO.
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import shutil
@@ -87,6 +88,7 @@ def test_an_io_error_is_no_wrong_input(
 
 @contextmanager
 def no_descriptor_left() -> Iterator[None]:
+    gc.collect()  # garbage of earlier tests may hold some
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(name) for name in os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, before[1]))

@@ -17,7 +17,9 @@ def test_a_wheel_is_one_package_with_the_services_and_the_placements(tmp_path: P
     source.mkdir()
     for name in PARTS:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, source / name, symlinks=True)
+            # Other processes write bytecode meanwhile.
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
         else:
             shutil.copy(ROOT / name, source / name)
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolemesh.agents.call_formats import MAX_CALLS, MAX_DEPTH, Call, _tagged, checked, hermes, llama3_json
@@ -146,6 +146,7 @@ def test_there_are_no_more_calls_than_anybody_would_run() -> None:
     assert len(llama3_json(";".join([ADD] * 1000))[1]) == MAX_CALLS
 
 
+@settings(deadline=None)
 @given(st.text(alphabet=st.sampled_from(list('<tool_call>/{}[]":,name 1e9\\')), max_size=200))
 def test_whatever_is_written_is_read(text: str) -> None:
     for read in (hermes, llama3_json):

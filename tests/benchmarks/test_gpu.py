@@ -61,13 +61,13 @@ def test_two_ranks_train_as_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_part_that_fails_or_hangs_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = {
         "hangs": gpu.Part("correctness:log_probs", 0.001, ""),
-        "tests": gpu.Part("services:tests", 60, ""),
+        "tests": gpu.Part("services:tests", 240, ""),
     }
     monkeypatch.setattr(gpu, "PARTS", {**gpu.PARTS, **parts})
-    found = gpu.run_all(list(parts), "cpu", tmp_path, time.monotonic() + 120)
+    found = gpu.run_all(list(parts), "cpu", tmp_path, time.monotonic() + 280)
     assert json.loads((tmp_path / "gpu.json").read_text()) == found
     assert not found["passed"]
-    assert found["parts"]["hangs"]["why"] == "no result after 0 of 0 s: killed"
+    assert re.fullmatch(r"no result after \d+ of 0 s: killed", found["parts"]["hangs"]["why"])
     assert (found["parts"]["tests"]["state"], found["parts"]["tests"]["why"]) == ("skipped", "they need a GPU")
     late = gpu.run_all(["tests"], "cpu", tmp_path, time.monotonic())
     assert late["parts"]["tests"]["why"] == "no time was left"

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from in_process import recorded, small_job
 from launched import DEADLINE_S, gated, rolemesh, written
 from left import listening, marked, none_is_left
 from rendering import objects, of_kind
+from server_addresses import reserved_port
 from serving import gate, served
 
 from rolemesh.config import JobConfig
@@ -97,7 +97,7 @@ async def test_by_processes_by_torchrun_and_by_ray_though_a_rank_dies_the_bits_a
     assert code == 0, output
     assert f"actor-0-rank-1 (pid {victim}) was killed by SIGKILL" in output
     assert output.count("starting all roles anew") == 1
-    assert marked(mark) == set()
+    await none_is_left(mark, DEADLINE_S)
 
     assert outcome(by_processes) == outcome(by_torchrun)
     assert outcome(by_processes) == outcome(by_ray)
@@ -119,26 +119,18 @@ def no_dashboard(pids: set[int]) -> bool:
 @asynccontextmanager
 async def torchrun(job: JobConfig, directory: Path) -> AsyncIterator[str]:
     """Serve the actor's ranks as docs/ranks.md says; yield rank 0's address."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    process = await asyncio.create_subprocess_exec(
-        *(
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            "--no-python",
-        ),
-        *(sys.executable, "-m", "rolemesh", "serve", "actor"),
-        *("--config", written(job, directory), "--listen", address),
-    )
-    try:
-        yield address
-    finally:
-        process.terminate()
-        await process.wait()
+    by_torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    with reserved_port() as port:
+        address = f"127.0.0.1:{port}"
+        process = await asyncio.create_subprocess_exec(
+            *(*by_torchrun, "--no-python", sys.executable, "-m", "rolemesh", "serve", "actor"),
+            *("--config", written(job, directory), "--listen", address),
+        )
+        try:
+            yield address
+        finally:
+            process.terminate()
+            await process.wait()
 
 
 async def test_the_launcher_hears_sigint_beside_ray_and_when_it_is_killed_ray_and_the_ranks_end_with_it(

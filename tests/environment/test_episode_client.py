@@ -320,9 +320,10 @@ async def test_a_plain_not_found_of_describe_is_an_unknown_agent_and_exhausted_i
         code = grpc.StatusCode.NOT_FOUND if name == "Describe" else grpc.StatusCode.RESOURCE_EXHAUSTED
         await context.abort(code, "the reason")
 
-    async with client_of(tiny_model, tmp_path, behaviour, timeout_s=0.2) as client:
+    async with client_of(tiny_model, tmp_path, behaviour) as client:
         with pytest.raises(UnknownAgent, match="the reason"):
             await client.describe(DescribeRequest(agents=["x"]))
+    async with client_of(tiny_model, tmp_path, behaviour, timeout_s=0.2) as client:
         with pytest.raises(RoleBusy, match="the reason"):
             await client.open_episode(opening("a"))
 

@@ -78,7 +78,7 @@ async def over_http(tmp_path: Path, model: Path, how: str = "http") -> AsyncIter
 
 @asynccontextmanager
 async def talking(
-    tmp_path: Path, model: Path, server: dict[str, Any], call_timeout_s: float = 20.0
+    tmp_path: Path, model: Path, server: dict[str, Any], call_timeout_s: float = 240.0
 ) -> AsyncIterator[Talk]:
     settings = {"mcp_servers": {"mine": server}, "call_timeout_s": call_timeout_s, "tools": ["calculator"]}
     async with agent(tmp_path, model, **settings) as client:
@@ -211,7 +211,7 @@ async def test_a_server_that_hangs_is_started_anew(
     async with over_stdio(tmp_path, tiny_model) as call:
         assert await call("add", a=0) == ("2", False)  # a start may take longer than a second
         with monkeypatch.context() as shorter:
-            shorter.setattr(tool_agent, "TOOL_SHARE", 0.05)  # of 20 s, for the call that hangs alone
+            shorter.setattr(tool_agent, "TOOL_SHARE", 1 / 240)  # for the call that hangs alone
             assert await call("hang") == ("Error: it took longer than 1 s", True)
         assert await call("add", a=1) == ("3", False)
         assert len(call.starts()) == 2

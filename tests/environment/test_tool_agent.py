@@ -124,7 +124,7 @@ async def test_the_policy_reads_why_its_call_is_malformed(tiny_model: Path, tmp_
 
 
 async def test_a_tool_that_fails_ends_the_run_where_the_job_says_so(
-    tiny_model: Path, tmp_path: Path, parts: str
+    tiny_model: Path, tmp_path: Path, parts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tools = {"tools": ["broken", "hangs", "calculator"], "on_tool_error": "fail", "max_parallel_calls": 3}
     async with agent(tmp_path, tiny_model, parts, **tools) as client:
@@ -141,21 +141,21 @@ async def test_a_tool_that_fails_ends_the_run_where_the_job_says_so(
             "Error: '1 +' is no arithmetic expression (invalid syntax)",
             "Error: expression should be a text; got 1",
         ]
-    async with agent(tmp_path, tiny_model, parts, **tools, call_timeout_s=1.0) as client:
         await opened(client, "b")
-        with pytest.raises(EnvironmentFailed, match=r"row row-b .*tool hangs: it took longer than 0.9 s"):
+        monkeypatch.setattr(tool_agent, "TOOL_SHARE", 0.01)  # of 60 s
+        with pytest.raises(EnvironmentFailed, match=r"row row-b .*tool hangs: it took longer than 0.6 s"):
             await client.act(turn("b", 1, "", calling("hangs", {})))
 
 
 async def test_a_hundred_blocking_tools_run_at_the_same_time(
     tiny_model: Path, tmp_path: Path, parts: str
 ) -> None:
-    """Their seconds together are ten times those that one turn may take."""
-    async with agent(tmp_path, tiny_model, parts, tools=["slow"], call_timeout_s=5.0) as client:
+    """Each waits for all others."""
+    async with agent(tmp_path, tiny_model, parts, tools=["meets"]) as client:
         await asyncio.gather(*(opened(client, f"e{i}") for i in range(100)))
-        slow = calling("slow", {"seconds": 0.5})
-        answers = await asyncio.gather(*(client.act(turn(f"e{i}", 1, "", slow)) for i in range(100)))
-    assert {answer.messages[0].content for answer in answers} == {"slept on main: False"}
+        meets = calling("meets", {})
+        answers = await asyncio.gather(*(client.act(turn(f"e{i}", 1, "", meets)) for i in range(100)))
+    assert {answer.messages[0].content for answer in answers} == {"met on main: False"}
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,15 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         monkeypatch.setenv("HF_ENDPOINT", served.endpoint)
         monkeypatch.setenv("HF_HOME", str(home))
         monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "600")  # a server that holds its answer is not gone
         monkeypatch.delenv("HF_TOKEN", raising=False)
         template = served.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
         for name, value in {
             "ENDPOINT": served.endpoint,
             "HUGGINGFACE_CO_URL_TEMPLATE": template,
             "HF_HUB_CACHE": str(home / "hub"),
-            "HF_HUB_DOWNLOAD_TIMEOUT": 1,
-            "HF_HUB_ETAG_TIMEOUT": 1,
+            "HF_HUB_DOWNLOAD_TIMEOUT": 600,
+            "HF_HUB_ETAG_TIMEOUT": 600,
             "HF_TOKEN_PATH": str(home / "token"),
         }.items():
             assert hasattr(constants, name)

@@ -175,6 +175,9 @@ def test_each_failure_names_the_model_the_endpoint_and_what_to_do(
     hub.add(NAME, {"config.json": b"{}"})
     hub.repositories[NAME].status = status
     hub.silent = status == 0
+    if hub.silent:
+        monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 1)
+        monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 1)
     if status == -1:
         monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     name = "Owner/Absent" if "Absent" in words else NAME

@@ -14,6 +14,7 @@ from pathlib import Path
 from signal import SIGKILL, SIGSTOP, Signals
 from typing import Any
 
+import pytest
 from actors import WITHOUT_CHECKPOINTING
 from ranked import Group, group, serve_rank
 from saving import saved
@@ -186,6 +187,7 @@ async def goes_on(model: Path, directory: Path, whole: JobConfig, falling: Seque
     return [*problems, "" if end_of(job) == end_of(whole) else f"the bits at the end differ after {falling}"]
 
 
+@pytest.mark.timeout(900)
 async def test_a_rank_may_fall_in_any_phase_and_the_bits_at_the_end_are_those_of_an_unbroken_run(
     tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ from rolemesh.services.processes.ending import LAST_WORDS_S, ORPHAN_DRAIN_S
 from rolemesh.telemetry import timeline
 from rolemesh.workers.broken_device import EXIT_CODE
 
-KEEPALIVE_S = 1.0  # of these groups, in place of ten seconds: both until a rank is asked, and until it answers
+KEEPALIVE_S = 3.0  # of these groups, in place of ten seconds: both until a rank is asked, and until it answers
 NOTICED_S = 2 * KEEPALIVE_S  # until a rank that is silent is known to be
 OTHERS_S = 2.0  # of these groups, too
 ENDS_S = ORPHAN_DRAIN_S + LAST_WORDS_S

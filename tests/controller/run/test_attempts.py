@@ -116,7 +116,7 @@ def test_an_eviction_ends_a_start_that_is_process_1_of_its_container(tmp_path: P
         "    signal.raise_signal(signal.SIGTERM)\n"
     )
     with as_container(sys.executable, "-c", code, cwd=tmp_path) as ended:
-        assert ended.wait(timeout=30) == 128 + signal.SIGTERM
+        assert ended.wait(timeout=120) == 128 + signal.SIGTERM
     assert starts(tmp_path) == 0
 
 

@@ -56,6 +56,16 @@ def slow(seconds: float) -> str:
     return f"slept on main: {threading.current_thread() is threading.main_thread()}"
 
 
+A_HUNDRED = threading.Barrier(100)
+
+
+@tool("meets")
+def meets() -> str:
+    """Wait until a hundred calls wait."""
+    A_HUNDRED.wait(50)
+    return f"met on main: {threading.current_thread() is threading.main_thread()}"
+
+
 @tool("broken")
 def broken(how: str) -> str:
     """Break.

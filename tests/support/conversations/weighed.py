@@ -34,6 +34,7 @@ KEYS = (
     f"plugins=[{PLUGIN}]",
     "rollout.multi_turn.format=weighing",
     "rollout.multi_turn.max_assistant_turns=3",
+    "rollout.multi_turn.call_timeout_s=300",  # some programs import a client of OpenAI's
     f"data.max_response_length={TOKENS}",
     f"data.max_prompt_length={PROMPT_TOKENS}",
 )
