@@ -53,7 +53,9 @@ def texts() -> dict[Path, str]:
     found = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
     found += [ROOT / name for name in ("Makefile", "Dockerfile", "pyproject.toml")]
     found += [path for room in ROOMS for path in sorted((ROOT / room).rglob("*")) if path.is_file()]
-    found = [path for path in found if path.suffix not in NO_TEXT and "results" not in path.parts]
+    # Other processes write bytecode meanwhile.
+    left_out = {"results", "__pycache__"}
+    found = [path for path in found if path.suffix not in NO_TEXT and left_out.isdisjoint(path.parts)]
     return {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in found}
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from ranked import exit_codes, follower, forked
+from server_addresses import reserved_port
 
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RoleUnavailable
@@ -77,9 +79,9 @@ def test_a_store_of_one_machine_listens_on_its_loopback_interface_alone() -> Non
 
 
 async def test_rank_0_hosts_the_store_where_no_launcher_does(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        here = Rendezvous(0, 2, "127.0.0.1", free.getsockname()[1])
-    with forked(follower, [(tmp_path, replace(here, rank=1))]) as processes:
+    with ExitStack() as stack:
+        here = Rendezvous(0, 2, "127.0.0.1", stack.enter_context(reserved_port()))
+        processes = stack.enter_context(forked(follower, [(tmp_path, replace(here, rank=1))]))
         leader = Leader("ab", here)
         await leader.start()
         await leader.gather()

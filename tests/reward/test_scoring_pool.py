@@ -182,15 +182,15 @@ def compute_score(solution_str, **row):
 
 
 @pytest.mark.parametrize(
-    ("response", "said"),
+    ("response", "seconds", "said"),
     [
-        ("closes", "the process that scored it closed its connection; it was killed"),
-        ("answers in part", "late; its process was killed"),
-        ("does not read", "late; its process was killed"),
+        ("closes", 60, "the process that scored it closed its connection; it was killed"),
+        ("answers in part", 0.5, "late; its process was killed"),
+        ("does not read", 0.5, "late; its process was killed"),
     ],
 )
 def test_a_process_that_breaks_its_line_costs_no_more_than_a_rows_time(
-    tmp_path: Path, response: str, said: str
+    tmp_path: Path, response: str, seconds: float, said: str
 ) -> None:
     process = _ScoringProcess()
     try:
@@ -199,7 +199,7 @@ def test_a_process_that_breaks_its_line_costs_no_more_than_a_rows_time(
             process.ask(json.dumps([{"solution_str": response}]).encode(), 60.0, "")
         longer_than_the_line_holds = json.dumps([{"solution_str": response, "text": "x" * (4 << 20)}]).encode()
         with pytest.raises(RewardFailed, match=f"^{said}"):
-            process.ask(longer_than_the_line_holds, 0.5, "late")
+            process.ask(longer_than_the_line_holds, seconds, "late")
     finally:
         process.kill()
         process.close()

@@ -141,7 +141,8 @@ async def test_a_holder_that_dies_is_named_and_a_new_group_sends_only_what_has_n
             await machines[1].reached.wait()
             while (part := store.find(1, held.holding.digest)) is None or part.num_verified < STRIPE + PIECE:
                 await (await store.get(1, held.holding.digest, 30)).beyond(STRIPE + PIECE - 1)
-            while begun._striped is None or begun._striped._next[2] < 5 * STRIPE:  # noqa: ASYNC110
+            others = held.holding.num_bytes, 5 * STRIPE  # all of holders 0 and 2 has arrived
+            while begun._striped is None or tuple(begun._striped._next[::2]) != others:  # noqa: ASYNC110
                 await asyncio.sleep(0)  # the same thread's task
         with pytest.raises(WeightsUnavailable, match=f"from {first}: holder {second}: UNAVAILABLE"):
             await fetching

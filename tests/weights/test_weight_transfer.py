@@ -195,7 +195,10 @@ async def pulled_along_a_chain(
         await assert_same(tensors, held)
 
 
-async def test_the_actor_sends_each_byte_once_however_many_replicas_there_are(no_shared_memory: None):
+async def test_the_actor_sends_each_byte_once_however_many_replicas_there_are(
+    no_shared_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "RELAY_WAIT_S", 60.0)  # each relay learns of the version
     held, stores = large(), [WeightStore() for _ in range(8)]
     sent, relayed = (counted(metrics.WEIGHTS_SENT_BYTES, role) for role in ("actor", "rollout"))
     async with serving(WeightsServicer(stored(held)), *map(WeightsServicer, stores)) as (actor, *relays):

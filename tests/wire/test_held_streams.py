@@ -262,7 +262,7 @@ async def test_a_caller_whose_header_is_refused_while_it_sends_gets_the_reason(
     """A configuration may differ at the two ends. Every attempt gets the reason."""
     batch = DataProto(batch.tensors, batch.non_tensors)
     batch["responses"] = torch.randint(0, 1 << 40, (ROWS, 1500))  # 24 MB
-    async with reward(Room(64 << 30)) as channel:
+    async with reward(Room(64 << 30, idle_s=NEVER_S)) as channel:
         for _ in range(8):
             with pytest.raises(grpc.aio.AioRpcError, match=r"\[2000, 8\] expected") as error:
                 await score(channel, batch)
@@ -278,7 +278,7 @@ async def test_a_caller_without_room_gets_role_busy_for_a_batch_of_any_size(
     large["responses"] = torch.randint(0, 1 << 40, (ROWS, 8))
     large["extra_info"] = [{"index": row, "text": f"{row:x}" * 3000} for row in range(ROWS)]
     assert encode(large).region_bytes > 16 << 20
-    room = Room(encode(large).region_bytes * 2, stall_s=NEVER_S)
+    room = Room(encode(large).region_bytes * 2, stall_s=NEVER_S, idle_s=NEVER_S)
     with room.stay() as other:
         async with reward(room) as channel:
             other.resize(room.total_bytes - (1 << 20))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,13 @@ def client_of(its_job: JobConfig, addresses: Sequence[str] | Members) -> RewardC
     return client
 
 
+async def until_seen(mismatch: Callable[[], object]) -> None:
+    """Return once a health check has seen that a replica has another job. It tells nobody who waits."""
+    async with asyncio.timeout(120):
+        while not mismatch():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 def said(record: logging.LogRecord) -> str:
     return record.getMessage()
 
@@ -73,7 +81,7 @@ async def test_a_replica_with_the_old_job_gets_no_row_until_it_is_started_with_t
             for its_job, own, others, score in ((new, there, here, 0.5), (old, here, there, 0.25)):
                 caplog.clear()
                 async with client_of(its_job, listed := Listed(others)) as client:
-                    await until(client.pool, lambda: client.pool.replicas)
+                    await until_seen(lambda: [each.mismatch for each in client.pool.replicas if each.mismatch])
                     with pytest.raises(RoleUnavailable, match=r"which differs in reward\.format_score"):
                         await client.wait_until_ready(0.5)
                     listed.tell(own, others)
@@ -104,7 +112,7 @@ async def test_a_replica_that_is_started_with_another_job_during_a_run_gets_no_m
             assert await scores(client) == [0.25] * 16
             assert [replica.address for replica in client.pool.live] == [stays]
             [left_out] = [replica for replica in client.pool.replicas if not replica.live]
-            await until(client.pool, lambda: left_out.mismatch)
+            await until_seen(lambda: left_out.mismatch)
         await client.close()
 
 
@@ -120,9 +128,11 @@ async def test_waiting_for_an_actor_of_another_job_is_logged_again_and_again(
     differs = "it was started with another job, which differs in actor.grad_clip, actor.seed"
     try:
         async with new_client("actor", [address], own) as client:
+            await until_seen(lambda: client.pool.replicas[0].mismatch)
             with pytest.raises(RoleUnavailable) as error:
                 await client.wait_until_ready(1.0)
         async with new_client("actor", Listed(address), own) as client:
+            await until_seen(lambda: [each.mismatch for each in client.pool.replicas if each.mismatch])
             with pytest.raises(RoleUnavailable, match=r"no replica has answered.*differs in actor\.grad_clip"):
                 await client.wait_until_ready(1.0)
     finally:

@@ -318,13 +318,21 @@ async def test_an_actor_in_another_place_is_another_life(tiny_model: Path) -> No
 
 
 async def test_a_rollout_that_joins_takes_the_weights_and_then_rows_of_the_running_call(
-    tiny_model: Path,
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = job_of(tiny_model)  # of 4 rows at once
     prompts = prompts_of(40)
     worker = RolloutWorker(job)
     alone = DataProto.concat([rows async for rows in worker.generate(prompts)])
     worker.close()
+    has_joined, generate = asyncio.Event(), RolloutWorker.generate
+
+    async def held(worker: RolloutWorker, prompts: DataProto) -> AsyncIterator[DataProto]:
+        async for rows in generate(worker, prompts):
+            yield rows
+            await has_joined.wait()
+
+    monkeypatch.setattr(RolloutWorker, "generate", held)
     async with AsyncExitStack() as stack:
         rollouts = await stack.enter_async_context(served("rollout", job, job))
         actor = ActorClient(await stack.enter_async_context(served("actor", job)), methods(job))
@@ -342,6 +350,7 @@ async def test_a_rollout_that_joins_takes_the_weights_and_then_rows_of_the_runni
                 listed.tell(*rollouts)
                 await until(client.pool, lambda: len(client.pool.live) == 2)
                 joined = next(r for r in client.pool.replicas if r.address == rollouts[1])
+                has_joined.set()
         assert joined is not None
         assert joined.last_turn  # it was given rows
         answer = DataProto.concat(finished)

@@ -67,7 +67,7 @@ async def rows_of(stream: AsyncIterator[DataProto]) -> DataProto:
 
 @pytest.mark.parametrize("within_the_grace", [True, False])
 async def test_a_rollout_that_drains_ends_its_rows_or_others_make_them_and_new_calls_go_elsewhere_at_once(
-    tiny_model: Path, within_the_grace: bool
+    tiny_model: Path, step_by_step: None, within_the_grace: bool
 ) -> None:
     job, prompts = job_of(tiny_model), prompts_of(16)
     leaving, staying = Held(job), RolloutWorker(job)
