@@ -193,9 +193,10 @@ def check_estimator(job: "JobConfig") -> None:
     weights = {key: getattr(multi_turn, key) for key in ("turn_reward_weight", "episode_reward_weight")}
     if by_components and multi_turn.enable and any(weights.values()):
         key, weight = next((key, weight) for key, weight in weights.items() if weight)
+        by_default = "" if key in multi_turn.model_fields_set else " by default"
         raise ValueError(
-            f"rollout.multi_turn.{key} is {weight:g} and adds the environment's rewards to the score, but "
-            f"algorithm.adv_estimator {estimator.name} uses only the reward's components; set "
+            f"rollout.multi_turn.{key} is {weight:g}{by_default} and adds the environment's rewards to the "
+            f"score, but algorithm.adv_estimator {estimator.name} uses only the reward's components; set "
             f"{' and '.join(weights)} to 0, or adv_estimator to grpo"
         )
     if estimator.needs_distribution and job.algorithm.rollout_correction.bypass_mode:

@@ -313,6 +313,9 @@ def test_gdpo_and_an_environment_that_rewards_contradict(key: str) -> None:
         InvalidConfig, match=rf"multi_turn\.{key} is 0\.5 .*environment's rewards .* gdpo uses only"
     ):
         make_job(sections)
+    del sections["rollout"]["multi_turn"][key]
+    with pytest.raises(InvalidConfig, match=rf"multi_turn\.{key} is 1 by default and adds"):
+        make_job(sections)
 
 
 def test_the_adapted_weight_of_the_kl_cannot_reach_zero_in_a_step() -> None:
