@@ -128,7 +128,7 @@ async def test_a_role_that_begins_anew_is_as_it_was_before_its_first_update(
 async def test_a_role_begins_anew_also_after_another_runs_checkpoint_without_updates(
     tiny_model: Path, tmp_path: Path, role: Any
 ) -> None:
-    other = make_tiny_model(tmp_path / "other", seed=1)
+    other = make_tiny_model(tmp_path / "other", num_layers=1, seed=1)
     await saved(role(training_job(other, tmp_path)), tmp_path / "saved")
     worker, untouched = role(training_job(tiny_model, tmp_path)), role(training_job(tiny_model, tmp_path))
     await worker.load_checkpoint(tmp_path / "saved")
@@ -356,7 +356,7 @@ async def test_a_checkpoint_of_another_dtype_is_refused_and_one_that_does_not_sa
 
 
 async def test_a_checkpoint_of_another_model_is_refused(tiny_model: Path, tmp_path: Path) -> None:
-    wider = make_tiny_model(tmp_path / "wider", hidden_size=72)
+    wider = make_tiny_model(tmp_path / "wider", hidden_size=72, num_layers=1)
     await saved(ActorWorker(training_job(wider, tmp_path)), tmp_path / "wide")
     await saved(CriticWorker(training_job(tiny_model, tmp_path)), tmp_path / "critic")
     worker = ActorWorker(training_job(tiny_model, tmp_path))

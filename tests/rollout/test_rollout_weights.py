@@ -27,7 +27,7 @@ from rolemesh.workers.parking import Parking
 
 
 def other_weights(model: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
-    other = make_tiny_model(tmp_path / "other", seed=1)
+    other = make_tiny_model(tmp_path / "other", num_layers=1, seed=1)
     return named_weights(AutoModelForCausalLM.from_pretrained(other))
 
 

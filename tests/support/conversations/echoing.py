@@ -21,7 +21,7 @@ TALKS = (
 
 def make_talkative(directory: Path) -> Path:
     """Make a model of random weights that ends its turns: one token in 16 is an end."""
-    made = make_tiny_model(directory, "qwen2", num_layers=1)
+    made = make_tiny_model(directory, "qwen2", num_layers=1, seed=7)
     model = AutoModelForCausalLM.from_pretrained(made)
     own = model.generation_config.eos_token_id
     model.generation_config.eos_token_id = [*range(0, 256, 16), own]
