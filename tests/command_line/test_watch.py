@@ -86,7 +86,7 @@ async def test_a_run_is_shown_paused_resumed_followed_and_stopped_by_commands(
             await anext(records)
             code, output = await rolemesh("status", where)
             assert code == 0
-            for words in ("run  step ", " of 500", "reward 0.", "s a step", "KL 0.0", addresses["reward"][1]):
+            for words in ("run  step ", " of 500", "reward 0.", "s a step", "KL ", addresses["reward"][1]):
                 assert words in output
             assert (await rolemesh("pause", where))[0] == 0
             assert run.status.state is State.PAUSED

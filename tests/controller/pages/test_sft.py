@@ -149,11 +149,11 @@ async def test_validation_is_the_mean_over_tokens_of_all_batches(tiny_model: Pat
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
 async def test_a_resumed_run_ends_bit_for_bit_where_an_unbroken_one_ends(
-    tiny_model: Path, tmp_path: Path, lora_rank: int
+    two_layers: Path, tmp_path: Path, lora_rank: int
 ) -> None:
-    model = {"path": str(tiny_model), "lora_rank": lora_rank}
+    model = {"path": str(two_layers), "lora_rank": lora_rank}
     actor = {"model": model, "ppo_mini_batch_size": 4, "optim": {"lr": 1e-2}}
-    job, cut = (sft_job(tmp_path, tiny_model, run, actor=actor) for run in ("whole", "cut"))
+    job, cut = (sft_job(tmp_path, two_layers, run, actor=actor) for run in ("whole", "cut"))
     await train(job)
     short = cut.model_copy(update={"trainer": cut.trainer.model_copy(update={"total_training_steps": 3})})
     await train(short)
