@@ -38,7 +38,10 @@ def any_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen2-shaped Hugging Face directory of one layer: a layer more would be time in every run."""
+    """A tiny Qwen2-shaped Hugging Face directory of one layer: a layer more would be time in every run.
+
+    With this seed its answers differ in length and reward, as tests of runs need.
+    """
     from rolemesh.models.tiny import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("tiny"), "qwen2", num_layers=1, seed=2)
@@ -46,7 +49,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same of two layers, for what differs between a model's first layer and the others."""
+    """The same of two layers, for tests of models."""
     from rolemesh.models.tiny import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("two"), "qwen2")

@@ -177,10 +177,10 @@ async def test_rejected_tokens_move_no_weight(tiny_model: Path) -> None:
     assert norms == pytest.approx([norms[0], norms[0] / 2, 0], rel=1e-4)
 
 
-async def test_gradient_checkpointing_changes_no_bit(tiny_model: Path) -> None:
+async def test_gradient_checkpointing_changes_no_bit(two_layers: Path) -> None:
     async def weights(checkpointing: bool) -> dict[str, torch.Tensor]:
-        model = {"path": str(tiny_model), "enable_gradient_checkpointing": checkpointing}
-        worker = ActorWorker(actor_job(tiny_model, {"model": model}))
+        model = {"path": str(two_layers), "enable_gradient_checkpointing": checkpointing}
+        worker = ActorWorker(actor_job(two_layers, {"model": model}))
         await worker.update(sequence_batch(16))
         return await (await worker.publish_weights(1)).fetch()
 

@@ -96,9 +96,9 @@ def test_a_new_adapter_is_a_function_of_the_seed(tiny_model: Path) -> None:
         assert_close(tensor.var() * tensor.shape[1], torch.tensor(1 / 3), rtol=0.25, atol=0)
 
 
-async def test_gradient_checkpointing_changes_no_bit(tiny_model: Path) -> None:
-    with_it = await trained(lora_job(tiny_model, enable_gradient_checkpointing=True))
-    without = await trained(lora_job(tiny_model, enable_gradient_checkpointing=False))
+async def test_gradient_checkpointing_changes_no_bit(two_layers: Path) -> None:
+    with_it = await trained(lora_job(two_layers, enable_gradient_checkpointing=True))
+    without = await trained(lora_job(two_layers, enable_gradient_checkpointing=False))
     assert with_it.model.is_gradient_checkpointing
     assert same(everything(with_it), everything(without))
 
@@ -255,7 +255,7 @@ async def test_a_checkpoint_goes_on_where_its_base_lies_elsewhere_and_not_on_ano
 ) -> None:
     first = await trained(lora_job(tiny_model))
     await saved(first, tmp_path / "saved")
-    moved, other = tmp_path / "moved", make_tiny_model(tmp_path / "other", "qwen2", seed=1)
+    moved, other = tmp_path / "moved", make_tiny_model(tmp_path / "other", "qwen2", num_layers=1, seed=1)
     shutil.copytree(tiny_model, moved)
     resumed = ActorWorker(lora_job(moved))
     await resumed.load_checkpoint(tmp_path / "saved")

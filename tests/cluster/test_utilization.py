@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from cluster import Failed, Namespace
+from cluster import Failed, Namespace, make_claim
 from training import BUSY, REWARD_ALONE, Job
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1500)]
@@ -18,13 +18,13 @@ prepare_demo(Path("outputs/tiny"), num_steps=0)
 """
 
 
-def test_an_autoscaler_scales_the_reward_by_its_load(workspace: tuple[Namespace, str]) -> None:
-    namespace, claim = workspace
+def test_an_autoscaler_scales_the_reward_by_its_load(namespace: Namespace) -> None:
     try:
         namespace.kubectl("get", "--raw", "/apis/metrics.k8s.io/v1beta1")
     except Failed:
         pytest.skip("NOTHING IS SCALED BY LOAD: the cluster has no metrics-server")
-    job = Job(namespace, "standalone", claim, "scaled")
+    make_claim(namespace, "workspace", "ReadWriteOnce")
+    job = Job(namespace, "standalone", "workspace", "scaled")
     values = {
         "prepare": [{"creates": "outputs/tiny/model", "command": ["python", "-c", UNTRAINED]}],
         "placement": REWARD_ALONE,

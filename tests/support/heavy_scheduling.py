@@ -47,7 +47,7 @@ OF_PODS = {
     "tests/cluster/test_keda.py",
     "tests/cluster/test_kuberay.py",
     "tests/cluster/test_training.py",
-    "tests/cluster/test_utilization.py",  # after the last one, so the other process takes it when it is done
+    "tests/cluster/test_utilization.py",
 }
 
 FOLDER = pytest.StashKey[tempfile.TemporaryDirectory[str]]()

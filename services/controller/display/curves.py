@@ -79,7 +79,7 @@ def _draw(records: Sequence[Record], path: Path, title: str) -> None:
     for axes, (name, lines) in zip(grid.flat, panels, strict=False):
         for colour, (label, steps, values) in zip(COLOURS * 8, lines, strict=False):
             _draw_line(axes, colour, label, steps, values)
-        axes.set_title(name, fontsize=11, color=INK, loc="left", y=1.0)  # else it is looked for
+        axes.set_title(name, fontsize=11, color=INK, loc="left")
         axes.set_xlabel("step", fontsize=9, color=INK)
         axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, nbins=6))
         axes.grid(True, color=GRID, linewidth=0.8)

@@ -129,14 +129,14 @@ async def test_waiting_for_an_actor_of_another_job_is_logged_again_and_again(
     try:
         async with new_client("actor", [address], own) as client:
             with pytest.raises(RoleUnavailable) as error:
-                await client.wait_until_ready(1.0)
+                await client.wait_until_ready(3.0)
         async with new_client("actor", Listed(address), own) as client:
             await until_seen(lambda: [each.mismatch for each in client.pool.replicas if each.mismatch])
             with pytest.raises(RoleUnavailable, match=r"no replica has answered.*differs in actor\.grad_clip"):
                 await client.wait_until_ready(1.0)
     finally:
         await server.drain(0)
-    assert str(error.value).startswith("actor was not ready within 1 s (waiting since ")
+    assert str(error.value).startswith("actor was not ready within 3 s (waiting since ")
     assert str(error.value).endswith(f"at {address}: {differs}")
     lines = [record for record in caplog.records if "actor: waiting for a replica, for " in said(record)]
     assert len(lines) > 2
