@@ -135,9 +135,15 @@ def commands() -> Iterator[tuple[str, str]]:
         for line in (*lines, *spans):
             if re.match(r"rolemesh [a-z]", line):
                 yield str(path), re.split(r"\s{3,}|\s+#|\)|; ", line)[0]
-    for command in subcommands(typer.main.get_command(app)):
+    for command in subcommands(command_line()):
         epilog = (command.epilog or "").partition(": ")[2]
         yield from (("--help", line) for line in epilog.split(" && ") if line)
+
+
+@cache
+def command_line() -> Any:
+    """What typer makes of our commands, in a tenth of a second."""
+    return typer.main.get_command(app)
 
 
 def subcommands(command: Any) -> Iterator[Any]:
@@ -149,7 +155,7 @@ def subcommands(command: Any) -> Iterator[Any]:
 def overrides_of(line: str) -> list[str]:
     """Of a whole command line, which the command line's own parser reads. One that is named alone, as in "what
     `rolemesh plan` prints", has to be a command."""
-    words, command = shlex.split(line)[1:], typer.main.get_command(app)
+    words, command = shlex.split(line)[1:], command_line()
     while hasattr(command, "commands"):
         assert words[0] in command.commands, line
         command = command.commands[words.pop(0)]

@@ -24,7 +24,7 @@ class Source:
     def __init__(self, root: Path | zipfile.Path) -> None:
         self._root = root
         self.read: set[str] = set()  # the files that answers came from
-        self.tree = cache(self._tree)
+        self.tree, self.member = cache(self._tree), cache(self._member)
 
     def _tree(self, module: str) -> ast.Module | None:
         stem = module.replace(".", "/")
@@ -60,7 +60,7 @@ class Source:
             if found and isinstance(found[1], ast.ClassDef):
                 yield from self.classes(found[0], found[1])
 
-    def member(self, owner: str, name: str) -> Member | None:
+    def _member(self, owner: str, name: str) -> Member | None:
         """Find a name of a module, or of a class `module:Class`: a method, or anything that is assigned."""
         module, _, class_name = owner.partition(":")
         if not class_name:
