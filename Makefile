@@ -31,7 +31,7 @@ test: test-tools ## every test that needs no GPU, no cluster and no Ray or vLLM
 
 # Without caches each of the two builds with Go takes minutes, and the others wait for the network: all at once.
 test-tools:
-	@$(MAKE) --no-print-directory -j3 setup go-tools vllm
+	@$(MAKE) --no-print-directory -j3 setup .venv/.buf go-tools vllm
 
 go-tools: .venv/bin/helm .venv/bin/kube-score
 
@@ -48,7 +48,7 @@ gpu-bundle: setup ## build/gpu-bundle: the wheels that make test-gpu may need on
 examples: setup ## every example as a user runs it: the wheel, a new environment, an empty folder; 5 minutes
 	$(BIN)/python scripts/run-examples $(ARGS)
 
-stress: setup ## make test five times: in random orders, with every core busy, on one core; two hours
+stress: setup ## make test five times: in random orders, with every core busy, on one core; one to two hours
 	scripts/stress-tests $(ARGS)
 
 # OMP_NUM_THREADS: each mutant is a fork, and a pool of threads does not live through one.
