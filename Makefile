@@ -30,7 +30,7 @@ test: test-tools ## every test that needs no GPU, no cluster and no Ray or vLLM
 	$(BIN)/python scripts/test -n 2 -m "not gpu and not cluster" $(addprefix --ignore=,$(ENGINES)) $(ARGS)
 
 # Without caches each of the two builds with Go takes minutes, and the others wait for the network: all at once.
-test-tools:
+test-tools: .venv/bin/uv
 	@$(MAKE) --no-print-directory -j3 setup .venv/.buf go-tools vllm
 
 go-tools: .venv/bin/helm .venv/bin/kube-score
@@ -68,10 +68,11 @@ IMPORTED := peft matplotlib.pyplot transformers.models.qwen2.modeling_qwen2 role
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c "$(foreach module,$(IMPORTED),import $(module);)"
 	@touch $@
 
+# Ctrl-C here deletes the program, but not what pip knows of it: hence --ignore-installed.
 .venv/bin/uv:
 	@test -n "$(PYTHON)" || { echo "rolemesh needs Python 3.11 or newer; set PYTHON=/path/to/python3" >&2; exit 1; }
 	@test -x $(BIN)/python || sh scripts/make-venv $(PYTHON) .venv
-	$(BIN)/python -m pip install -q --disable-pip-version-check uv
+	$(BIN)/python -m pip install -q --disable-pip-version-check --ignore-installed uv
 
 vllm: .venv/.vllm ## vLLM for a CPU into .venv, for rollout.name=vllm
 
