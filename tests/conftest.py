@@ -1,9 +1,14 @@
-"""Fixtures, such as tiny models made once per session; and the plug-ins that keep heavy tests apart."""
+"""Fixtures, such as tiny models made once per session; and the plug-ins that keep heavy tests apart.
+
+Tests depend neither on what lies in the folder where pytest is started, nor on the user's settings of Hugging
+Face's libraries.
+"""
 
 from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +21,12 @@ if TYPE_CHECKING:
     from rolemesh.config import JobConfig
 
 pytest_plugins = ["heavy_tests", "heavy_scheduling"]
+
+# The user's settings of huggingface_hub, transformers and datasets. They are removed before these libraries are
+# imported, which read them once. Processes that tests start do not get them either.
+OF_HUGGING_FACE = ("HF_", "HUGGINGFACE_", "HUGGING_FACE_", "TRANSFORMERS_")
+for variable in [name for name in os.environ if name.startswith(OF_HUGGING_FACE)]:
+    del os.environ[variable]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -106,6 +117,14 @@ def pytest_runtest_makereport() -> Any:
         (name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections
     ]
     return report
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _empty_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Run tests in an empty folder. The checkout may have what a user made, such as outputs/ of the demo."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("empty"))
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

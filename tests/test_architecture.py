@@ -16,6 +16,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from syntax_trees import parsed
 
 ROOT = Path(__file__).parents[1]
 # Not benchmarks/, which measures pickle to show what it costs.
@@ -38,7 +39,7 @@ def name_of(path: Path) -> str:
 
 @cache
 def nodes(path: Path) -> tuple[ast.AST, ...]:
-    return tuple(ast.walk(ast.parse(path.read_text())))
+    return tuple(ast.walk(parsed(path.read_text())))
 
 
 @cache
@@ -46,7 +47,7 @@ def imports(path: Path, types: bool = True) -> tuple[str, ...]:
     """Full names of the modules that a file imports, anywhere in it; `types`: also those for types alone."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     names: list[str] = []
-    for node in nodes(path) if types else ast.walk(WithoutTypes().visit(ast.parse(path.read_text()))):
+    for node in nodes(path) if types else ast.walk(WithoutTypes().visit(parsed(path.read_text()))):
         if isinstance(node, ast.Import):
             names += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -189,7 +190,7 @@ def test_every_package_has_a_docstring() -> None:
     for room in sorted(rooms):
         init = room / "__init__.py"
         if init.exists():
-            assert ast.get_docstring(ast.parse(init.read_text())), f"{name_of(init)} says nothing"
+            assert ast.get_docstring(parsed(init.read_text())), f"{name_of(init)} says nothing"
 
 
 def print_sizes() -> None:

@@ -15,6 +15,7 @@ from rolemesh.config import load_job
 from rolemesh.data.arithmetic import write_arithmetic
 from rolemesh.models.tiny import byte_tokenizer, make_tiny_model
 
+ROOT = Path(__file__).parents[2]
 STRATEGIES = {"collocate", "hybrid", "split-collocate", "standalone"}
 
 
@@ -59,7 +60,7 @@ def job_7b(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_demo_fits_on_this_machine_in_every_strategy(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path)
-    answer = rolemesh("plan", "configs/tiny.yaml", f"actor.model.path={model}")
+    answer = rolemesh("plan", ROOT / "configs" / "tiny.yaml", f"actor.model.path={model}")
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.count("  fits  ") == len(STRATEGIES)
     for word in (*STRATEGIES, "weights", "gradients", "optimizer", "activations", "KV cache", "update"):

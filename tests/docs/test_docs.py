@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from syntax_trees import parsed
 
 import rolemesh
 from benchmarks.demo import SEEDS
@@ -259,7 +260,7 @@ def metric_patterns() -> re.Pattern[str]:
     for path, text in texts().items():
         if path.suffix != ".py" or path.parts[0] not in ("rolemesh", "services"):
             continue
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(text)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.add(re.escape(node.value))
             elif isinstance(node, ast.JoinedStr):
@@ -306,7 +307,7 @@ def test_a_page_of_which_the_code_says_that_it_explains_metrics_has_those_that_t
         for pair in said.findall(" ".join(text.split())) if path.parts[0] in ("rolemesh", "services") else ():
             page = "".join(pair)
             num_said += 1
-            nodes = ast.walk(ast.parse(text))
+            nodes = ast.walk(parsed(text))
             strings = [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
             written = words_of(string for string in strings if " " not in string) & metrics
             assert len(written) > 5, path

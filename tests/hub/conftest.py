@@ -19,10 +19,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         monkeypatch.setenv("HF_HOME", str(home))
         monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "600")  # a server that holds its answer is not gone
-        monkeypatch.delenv("HF_TOKEN", raising=False)
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)  # vLLM's engine sets it
         template = served.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
         for name, value in {
             "ENDPOINT": served.endpoint,
+            "HF_HUB_OFFLINE": False,
             "HUGGINGFACE_CO_URL_TEMPLATE": template,
             "HF_HUB_CACHE": str(home / "hub"),
             "HF_HUB_DOWNLOAD_TIMEOUT": 600,

@@ -211,10 +211,7 @@ def test_a_directory_of_the_same_name_has_precedence(
 
 async def fetching(job: Path) -> asyncio.subprocess.Process:
     command = (sys.executable, "-m", "rolemesh", "fetch", str(job))
-    online = {
-        name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"
-    }  # vLLM's engine sets it
-    return await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL, env=online)
+    return await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
 
 
 async def test_two_processes_at_once_fetch_once(hub: Hub, tmp_path: Path) -> None:

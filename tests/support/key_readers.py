@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import gc
 import importlib
 import pkgutil
 import re
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
+from syntax_trees import parsed
 
 import rolemesh.config
 from rolemesh.config import Config
@@ -42,16 +42,6 @@ SECTIONS: dict[str, type[Config]] = {
 }
 
 
-def parsed(files: list[Path]) -> dict[Path, ast.Module]:
-    """Without the garbage collector: what it runs meanwhile may take stack, which CPython 3.11 counts as the
-    parser's own ("AST constructor recursion depth mismatch", gh-106905)."""
-    gc.disable()
-    try:
-        return {path: ast.parse(path.read_text()) for path in files}
-    finally:
-        gc.enable()
-
-
 BINDING = (
     *(ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.comprehension, ast.For),
     *(ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda),
@@ -76,7 +66,7 @@ class Sources:
         self.attributes: dict[str, dict[str, str]] = defaultdict(dict)  # of classes: attribute to type
         self.results: dict[str, str] = {}  # of functions: type
         self.reads: dict[tuple[str, str], set[str]] = defaultdict(set)  # (class, attribute) to readers
-        self.trees = parsed(FILES)
+        self.trees = {path: parsed(path.read_text()) for path in FILES}
         for name, section in SECTIONS.items():
             for field, info in section.model_fields.items():
                 self.attributes[name][field] = self.named(str(info.annotation))

@@ -12,6 +12,7 @@ from functools import cache
 from inspect import Parameter
 from pathlib import Path
 
+from syntax_trees import parsed
 from vllm_uses import Call, Use
 
 Member = tuple[str, ast.AST]  # the module, and the node that defines or assigns the name
@@ -32,7 +33,7 @@ class Source:
         for name in names:
             if (path := self._root / name).is_file():
                 self.read.add(name)
-                return ast.parse(path.read_text(encoding="utf-8"))
+                return parsed(path.read_text(encoding="utf-8"))
         return None
 
     def named(self, module: str, name: str) -> Member | None:

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from syntax_trees import parsed
+
 ENGINE = Path(__file__).parents[3] / "services" / "rollout" / "engines" / "vllm"
 WORKER = "vllm.v1.worker.gpu_worker:Worker"  # whose methods RolloutExtension has besides its own, on a GPU
 MIXIN = "RolloutExtension"
@@ -58,7 +60,7 @@ class Sources:
 def read_engine(changed: dict[str, str] | None = None) -> Sources:
     """Parse the engine's files; `changed` has the text of some by name."""
     texts = {path.name: path.read_text() for path in sorted(ENGINE.glob("*.py"))} | (changed or {})
-    return Sources({name: ast.parse(text) for name, text in texts.items()})
+    return Sources({name: parsed(text) for name, text in texts.items()})
 
 
 def uses_of(sources: Sources) -> list[Use]:
