@@ -81,6 +81,7 @@ LINES = "^[^\\x00-\\x08\\x0b\\x0c\\x0e-\\x1f\\x7f-\\x9f\u2028\u2029]*$"  # tabs,
 # Text that may have several lines: scripts, stop strings and annotations.
 SEVERAL_LINES = {
     ("Step", "command"),
+    ("PolicyModelConfig", "custom_chat_template"),
     ("RolloutConfig", "stop"),
     ("PodValues", "annotations"),
     ("GroupValues", "annotations"),
@@ -166,12 +167,19 @@ def defaults() -> str:
         "runsUserCode": [name for name, role in ROLES.items() if role.runs_user_code],
         "names": {key: list(catalog) for key, catalog in NAMED.items()},
         "paths": path_keys(JobConfig),
-        "comparing": [name for name, estimator in ESTIMATORS.items() if estimator.compares],
-        "withCritic": [name for name, estimator in ESTIMATORS.items() if estimator.needs_critic],
+        "estimators": {
+            name: {
+                "page": estimator.default_page,
+                "needsCritic": estimator.needs_critic,
+                "compares": estimator.compares,
+            }
+            for name, estimator in ESTIMATORS.items()
+        },
         "pages": {
             name: {"roles": page.roles, "estimates": page.learns_from == "prompts"}
             for name, page in PAGES.items()
         },
+        "filters": next(name for name, page in PAGES.items() if page.filters),
         "elsewhere": [name for name, engine in ENGINES.items() if not engine.on_device],
         "inDtype": [name for name, engine in ENGINES.items() if engine.reserves_memory],
         "hostGiB": {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,30 +25,78 @@ from rendering import (
     workloads,
 )
 
+from rolemesh.catalog.estimators import ESTIMATORS
+from rolemesh.catalog.pages import PAGES
 from rolemesh.catalog.roles import ROLES as DECLARED
+from rolemesh.config.base import merge
 from rolemesh.config.job import JobConfig, load_job, make_job
 from rolemesh.config.placement import PlacementConfig, strategies
+from rolemesh.config.yaml_file import read_yaml
 from rolemesh.errors import InvalidConfig
 from rolemesh.fingerprint import fingerprint
 
 ROLES = tuple(DECLARED)
 
 NO_DASHBOARDS = {"monitoring": {"dashboards": {"enabled": False}}}  # large, and no matter here
-JOBS = {
-    "ppo": {},
-    "ppo with KL": {"algorithm": {"use_kl_in_reward": True}},
-    "supervised": {"algorithm": {"page": "sft"}},
-    "grpo": {"algorithm": {"adv_estimator": "grpo"}, "rollout": {"n": 4}},
-    "grpo with KL": {
-        "algorithm": {"adv_estimator": "grpo"},
-        "rollout": {"n": 4},
-        "actor": {"use_kl_loss": True},
-    },
-    "ppo with KL to the base of an adapter": {
-        "algorithm": {"use_kl_in_reward": True},
-        "actor": {"model": {"lora_rank": 8}},
+GRPO: dict[str, Any] = {"algorithm": {"adv_estimator": "grpo"}, "rollout": {"n": 4}}
+# Each may change which roles a job has, or what is refused of it.
+CHANGES: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "KL in the reward": {"algorithm": {"use_kl_in_reward": True}},
+    "KL in the loss": {"actor": {"use_kl_loss": True}},
+    "an adapter": {"algorithm": {"use_kl_in_reward": True}, "actor": {"model": {"lora_rank": 8}}},
+    "turns": {"rollout": {"multi_turn": {"enable": True}}},
+    "a critic": {"critic": {"enable": True}},
+    "filtered groups": {"algorithm": {"filter_groups": {"enable": True}}},
+    "short rows": {
+        "data": {"max_length": 256},
+        "actor": {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 256},
     },
 }
+# What some estimators need besides.
+NEEDS: dict[str, dict[str, Any]] = {
+    "gdpo": {"algorithm": {"gdpo_reward_keys": ["score"]}},
+    "grpo_by_turn": {"rollout": {"multi_turn": {"enable": True}}},
+}
+RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
+BOUNDED = {"trainer": {"total_training_steps": 4}}  # filtered groups need it
+
+
+def jobs() -> dict[str, dict[str, Any]]:
+    """Return every recipe, and of every page (None: the estimator's) with every estimator one job, by name.
+
+    The changes take turns, so that each page and each estimator has each of them; where the job file may not
+    have a change, it has the next one. Left out are an estimator and a page that do not go together.
+    """
+    found = {f"recipe {path.stem}": _of_recipe(path) for path in RECIPES}
+    changes = list(CHANGES.items())
+    for (place, page), (turn, estimator) in product(enumerate([None, *PAGES]), enumerate(ESTIMATORS)):
+        own = {"adv_estimator": estimator, "page": page}
+        answers = page is None or "rollout" in PAGES[page].roles
+        sections: dict[str, Any] = merge(BOUNDED, {"algorithm": own, "rollout": {"n": 4 if answers else 1}})
+        if page and PAGES[page].filters:
+            sections = merge(sections, CHANGES["filtered groups"])
+        sections = merge(sections, NEEDS.get(estimator, {}))
+        first = (place + turn) % len(changes)
+        for name, change in (*changes[first:], *changes[:first]):
+            if not _is_refused(changed := merge(sections, change)):
+                found[f"{page or 'no page'}, {estimator}, {name}"] = changed
+                break
+    return found
+
+
+def _of_recipe(path: Path) -> dict[str, Any]:
+    """A recipe laid on nothing; on GRPO's if it is one to be laid on another."""
+    recipe = read_yaml(path)
+    return merge(BOUNDED, recipe if "adv_estimator" in recipe["algorithm"] else merge(GRPO, recipe))
+
+
+def _is_refused(sections: dict[str, Any]) -> bool:
+    try:
+        make_job(sections)
+    except InvalidConfig:
+        return True
+    return False
 
 
 def drawn(seed: int) -> dict[str, Any]:
@@ -62,8 +111,22 @@ def drawn(seed: int) -> dict[str, Any]:
     return {"strategy": "custom", "groups": own, "replicas": replicas}
 
 
-PLACED = {f"{job}, {name}": (JOBS[job], {"strategy": name}) for job in JOBS for name in strategies()}
-PLACED |= {f"{job}, seed {seed}": (JOBS[job], drawn(seed)) for seed, job in enumerate([*JOBS] * 2)}
+JOBS = jobs()
+TABLES = [{"strategy": name} for name, table in strategies().items() if table]
+# One placement of each job: the tables take turns with a drawn one.
+PLACED = {
+    name: (sections, [*TABLES, drawn(seed)][seed % (len(TABLES) + 1)])
+    for seed, (name, sections) in enumerate(JOBS.items())
+}
+
+
+def test_every_recipe_every_page_every_estimator_and_every_change_is_among_the_jobs() -> None:
+    made = [make_job(sections) for sections in JOBS.values()]
+    assert {job.page.name for job in made} == set(PAGES)
+    assert {job.estimator.name for job in made} == set(ESTIMATORS)
+    assert {role for job in made for role in job.roles} == set(ROLES)
+    assert {name.rpartition(", ")[2] for name in JOBS if ", " in name} == set(CHANGES)
+    assert sum(name.startswith("recipe ") for name in JOBS) == len(RECIPES)
 
 
 @pytest.mark.parametrize(("sections", "placement"), PLACED.values(), ids=PLACED)
@@ -95,7 +158,7 @@ DISAGREEING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "the critic's mini-batch": ({"critic": {"ppo_mini_batch_size": 96}}, {}),
-    "no critic's": ({"critic": {"ppo_mini_batch_size": 96}} | JOBS["grpo"], {}),
+    "no critic's": ({"critic": {"ppo_mini_batch_size": 96}} | GRPO, {}),
     "nothing to compare": ({"algorithm": {"adv_estimator": "grpo"}}, {}),
     "nothing to leave out": ({"algorithm": {"adv_estimator": "rloo"}}, {}),
     "the batch to compare with": ({"algorithm": {"adv_estimator": "reinforce_plus_plus_baseline"}}, {}),
@@ -150,8 +213,8 @@ READ: dict[str, list[Any]] = {
 }
 # Pods, and what each role has, are the chart's matter alone, and have tests of their own.
 OF_PODS = {"rollout.tensor_model_parallel_size", "trainer.device", "reward.custom_reward_function"}
-# What plug-ins bring, too (test_plugin_values.py).
-OF_PODS |= {"algorithm.page", "critic.enable"}
+# What plug-ins bring, too (test_plugin_values.py); and what JOBS has with each page.
+OF_PODS |= {"algorithm.page", "critic.enable", "data.max_length"}
 OF_PODS |= {"trainer.n_gpus_per_node", "trainer.nnodes"}  # the chart reads placement.ranks alone
 OF_PODS |= {"rollout.dtype", "rollout.free_cache_engine"}  # the memory of pods (test_refusals.py)
 SEEDS = range(32)
@@ -176,20 +239,14 @@ def draws(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_chart_refuses_a_job_whose_sections_do_not_agree_and_no_other(seed: int) -> None:
     sections, placement = draws(seed)
-    assert (refusal({"job": sections, "placement": placement} | NO_DASHBOARDS) != "") == _is_refused(seed)
+    assert (refusal({"job": sections, "placement": placement} | NO_DASHBOARDS) != "") == _is_refused(
+        sections | {"placement": placement}
+    )
 
 
 def test_of_the_jobs_that_are_drawn_many_are_refused_and_many_are_not() -> None:
-    assert len(SEEDS) / 4 < sum(map(_is_refused, SEEDS)) < len(SEEDS) * 3 / 4
-
-
-def _is_refused(seed: int) -> bool:
-    sections, placement = draws(seed)
-    try:
-        make_job(sections | {"placement": placement})
-    except InvalidConfig:
-        return True
-    return False
+    drawn_jobs = [sections | {"placement": placement} for sections, placement in map(draws, SEEDS)]
+    assert len(SEEDS) / 4 < sum(map(_is_refused, drawn_jobs)) < len(SEEDS) * 3 / 4
 
 
 def test_every_key_of_a_job_that_the_chart_refuses_by_is_drawn() -> None:
@@ -210,10 +267,10 @@ def _read(things: list[Object]) -> Any:
 
 
 # A file that is merged over another one is no job.
-JOBS = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if "train_files" in path.read_text()]
+JOB_FILES = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if "train_files" in path.read_text()]
 
 
-@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", JOB_FILES, ids=lambda path: path.stem)
 def test_a_job_file_pasted_under_job_is_the_same_job(path: Path, tmp_path: Path) -> None:
     """Word for word but for its placement, though Helm reads YAML 1.1, where the key n is a boolean."""
     text = re.sub(r"(?m)^placement:\n(  .*\n)*", "", path.read_text(encoding="utf-8"))

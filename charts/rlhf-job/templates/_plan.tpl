@@ -51,11 +51,20 @@ false or 0 by the default. */}}
 {{- toJson $tables }}
 {{- end }}
 
+{{/* What files/defaults.json says of the job's page, as JSON. Empty: the page is a plug-in's, or that of a plug-in's
+estimator, and the chart does not know its roles. */}}
+{{- define "rlhf-job.page" -}}
+{{- include "rlhf-job.read" . }}{{ $algorithm := .whole.algorithm }}{{ $known := .known }}
+{{- $page := dig $algorithm.adv_estimator "page" "" $known.estimators }}
+{{- if $algorithm.filter_groups.enable }}{{ $page = $known.filters }}{{ end }}
+{{- get $known.pages ($algorithm.page | default $page) | default dict | toJson }}
+{{- end }}
+
 {{/* Not empty: the job has a critic. critic.enable decides if it is set, otherwise the estimator and the page. */}}
 {{- define "rlhf-job.hasCritic" -}}
-{{- include "rlhf-job.read" . }}{{ $job := .whole }}{{ $known := .known }}
-{{- $page := get $known.pages ($job.algorithm.page | default "") | default $known.pages.grpo }}
-{{- $needed := or (and $page.estimates (has $job.algorithm.adv_estimator $known.withCritic)) (has "critic" $page.roles) }}
+{{- include "rlhf-job.read" . }}{{ $job := .whole }}{{ $page := include "rlhf-job.page" . | fromJson }}
+{{- $byEstimator := dig $job.algorithm.adv_estimator "needsCritic" false .known.estimators }}
+{{- $needed := or (and $page.estimates $byEstimator) (has "critic" $page.roles) }}
 {{- if kindIs "bool" $job.critic.enable }}{{ $needed = $job.critic.enable }}{{ end }}
 {{- if $needed }}true{{ end }}
 {{- end }}
@@ -66,16 +75,16 @@ false or 0 by the default. */}}
 {{- if has .whole.rollout.name .known.elsewhere }}true{{ end }}
 {{- end }}
 
-{{/* The job's roles, in the order used everywhere. */}}
+{{/* The job's roles, in the order used everywhere. A plug-in's page is taken to call those that grpo calls. */}}
 {{- define "rlhf-job.roles" -}}
 {{- include "rlhf-job.read" . }}{{ $job := .whole }}{{ $known := .known }}
+{{- $called := (include "rlhf-job.page" . | fromJson).roles | default $known.pages.grpo.roles }}
 {{- $absent := list }}
+{{- range $known.called }}{{ if not (has . $called) }}{{ $absent = append $absent . }}{{ end }}{{ end }}
 {{- if not (include "rlhf-job.hasCritic" .) }}{{ $absent = append $absent "critic" }}{{ end }}
-{{- $weighsKL := or $job.algorithm.use_kl_in_reward $job.actor.use_kl_loss }}
-{{- if or (not $weighsKL) (gt (int $job.actor.model.lora_rank) 0) }}{{ $absent = append $absent "reference" }}{{ end }}
-{{- if not $job.rollout.multi_turn.enable }}{{ $absent = append $absent "environment" }}{{ end }}
-{{- $page := get $known.pages ($job.algorithm.page | default "") | default $known.pages.grpo }} {{- /* a plug-in's: as grpo */}}
-{{- range $known.called }}{{ if not (has . $page.roles) }}{{ $absent = append $absent . }}{{ end }}{{ end }}
+{{- $usesReference := or $job.algorithm.use_kl_in_reward $job.actor.use_kl_loss (has "reference" $called) }}
+{{- if or (not $usesReference) (gt (int $job.actor.model.lora_rank) 0) }}{{ $absent = append $absent "reference" }}{{ end }}
+{{- if not (and $job.rollout.multi_turn.enable (has "rollout" $called)) }}{{ $absent = append $absent "environment" }}{{ end }}
 {{- $roles := list }}
 {{- range $known.roles }}
 {{- if not (has . $absent) }}{{ $roles = append $roles . }}{{ end }}

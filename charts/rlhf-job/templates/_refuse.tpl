@@ -191,10 +191,10 @@ The pod checks this, too, and knows its model (rolemesh/planner/host.py). */}}
 {{- define "rlhf-job.refuse.job" -}}
 {{- $job := include "rlhf-job.job" (first .) | fromJson }}
 {{- $n := int $job.rollout.n }}{{ $batch := int $job.data.train_batch_size }}
-{{- $longest := add $job.data.max_prompt_length $job.data.max_response_length | int }}
-{{- $estimator := $job.algorithm.adv_estimator }}
+{{- $longest := $job.data.max_length | default (add $job.data.max_prompt_length $job.data.max_response_length) | int }}
+{{- $estimator := $job.algorithm.adv_estimator }}{{ $page := include "rlhf-job.page" (first .) | fromJson }}
 {{- $known := (first .).Files.Get "files/defaults.json" | fromJson }}
-{{- if and (has $estimator $known.comparing) (eq $n 1) }}
+{{- if and $page.estimates (dig $estimator "compares" false $known.estimators) (eq $n 1) }}
 {{- fail (printf "job.algorithm.adv_estimator %s compares the responses to one prompt, but job.rollout.n is 1: set it to 2 or more" $estimator) }}
 {{- end }}
 {{- range $group := last . }}
@@ -364,10 +364,8 @@ Kubernetes sets it to 1. Workloads that the controller scales already say so. Ch
 {{- end }}
 {{- end }}
 {{- end }}
-{{- $unknown := not (has $job.algorithm.adv_estimator (get $defaults.names "algorithm.adv_estimator")) }}
-{{- if and $job.algorithm.page (not (has $job.algorithm.page (get $defaults.names "algorithm.page"))) }}{{ $unknown = true }}{{ end }}
-{{- if and $unknown (kindIs "invalid" $job.critic.enable) }}
-{{- fail "job.algorithm names an estimator or a page of a plug-in, and the chart cannot know whether it calls a critic: set job.critic.enable to true or false" }}
+{{- if and (not (include "rlhf-job.page" . | fromJson)) (kindIs "invalid" $job.critic.enable) }}
+{{- fail "job.algorithm has the page of a plug-in, or of a plug-in's estimator, and the chart cannot know whether it calls a critic: set job.critic.enable to true or false" }}
 {{- end }}
 {{- end }}
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from rendering import Object, groups, objects, of_kind, pods, refusal
 
-from rolemesh.config.job import JobConfig
+from rolemesh.config.job import make_job
 
 FILE = "/etc/rolemesh-plugins/plugins.py"
 CODE = "from rolemesh.plugins import estimator\n# {{ not a template }} \u2028 \"'\n"
+ESTIMATOR = """
+from rolemesh.plugins import estimator
+
+@estimator("centred", reads=("token_level_rewards", "response_mask"))
+def centred(token_level_rewards, response_mask):
+    return token_level_rewards, token_level_rewards
+"""
 OWN = {"algorithm": {"adv_estimator": "centred"}, "critic": {"enable": False}}
 
 
@@ -107,8 +116,21 @@ def test_a_name_that_nothing_brings_is_refused_with_those_there_are(values: Obje
     assert said in refusal(values)
 
 
-def test_the_chart_and_the_job_file_know_the_same_critics() -> None:
-    for estimator in ("gae", "grpo", "remax", "reinforce_plus_plus"):
-        job = {"algorithm": {"adv_estimator": estimator}, "rollout": {"n": 4}}
-        expected = JobConfig.model_validate(job).roles
-        assert {role for roles in groups(objects({"job": job})).values() for role in roles} == set(expected)
+@pytest.mark.parametrize(
+    "algorithm",
+    [*({"page": page} for page in ("ppo", "grpo", "remax", "sft", "dpo")), {"filter_groups": {"enable": True}}],
+    ids=json.dumps,
+)
+def test_a_built_in_page_has_its_roles_whatever_plug_in_has_the_estimator(
+    algorithm: Object, tmp_path: Path
+) -> None:
+    """critic.enable is left out: ppo calls a critic, and the others refuse an estimator that needs one."""
+    (tmp_path / "own.py").write_text(ESTIMATOR, encoding="utf-8")
+    sections = {
+        "algorithm": {"adv_estimator": "centred"} | algorithm,
+        "rollout": {"n": 1 if algorithm.get("page") in ("sft", "dpo") else 4},
+        "trainer": {"total_training_steps": 4},
+    }
+    expected = make_job(sections | {"plugins": [str(tmp_path / "own.py")]}).roles
+    things = objects({"plugins": {"code": ESTIMATOR}, "job": sections})
+    assert {role for roles in groups(things).values() for role in roles} == set(expected)

@@ -85,18 +85,24 @@ def test_no_text_takes_the_end_of_a_line(character: str) -> None:
 
 def test_texts_of_several_lines_are_scripts_and_objects_of_kubernetes() -> None:
     own = {at for at, patterns in places().items() if patterns == [LINES] and not OF_KUBERNETES.search(at)}
-    assert own == {"/job/rollout/stop/0", "/prepare/0/command/0"}
+    template = "{% for message in messages %}\n{{ message.content }}\n{% endfor %}"
+    assert own == {"/job/rollout/stop/0", "/job/actor/model/custom_chat_template", "/prepare/0/command/0"}
     env = {"name": "A", "value": "a\n\tb"}
     prepare = {"creates": "x", "command": ["sh", "-c", "a\n\tb\r\n"]}
     things = objects(
         {
-            "job": {"rollout": {"stop": ["\n\n", "\r\n", " a\n\tb"]}},
+            "job": {
+                "rollout": {"stop": ["\n\n", "\r\n", " a\n\tb"]},
+                "actor": {"model": {"custom_chat_template": template}},
+            },
             "pods": {"env": [env]},
             "prepare": [prepare],
         }
     )
     [config] = of_kind(things, "ConfigMap")[:1]
-    assert yaml.safe_load(config["data"]["job.yaml"])["rollout"]["stop"] == ["\n\n", "\r\n", " a\n\tb"]
+    job = yaml.safe_load(config["data"]["job.yaml"])
+    assert job["rollout"]["stop"] == ["\n\n", "\r\n", " a\n\tb"]
+    assert job["actor"]["model"]["custom_chat_template"] == template
     for pod in pods(things):
         [container] = pod["spec"]["containers"]
         assert env in container["env"]
