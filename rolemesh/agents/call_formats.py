@@ -1,15 +1,30 @@
-"""Parse a policy's text into calls of tools. rolemesh/catalog/call_formats.py lists them."""
+"""Parse a policy's text into calls of tools. rolemesh/catalog/call_formats.py lists them.
+
+A call in a thought is text. A thought begins with <think>, or with the turn where the prompt ends with <think>,
+and ends with </think>. Without </think> there is no thought: some models call a tool without closing theirs,
+and the parser of SGLang for Qwen3 reads such a call, too.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
 MAX_DEPTH = 64  # of arguments
 MAX_CALLS = 64  # looked for in a turn; an environment runs far fewer
+THINK, THOUGHT = "<think>", "</think>"
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
+TAGS = re.compile("|".join((THINK, THOUGHT, OPENING)))
+THOUGHT_TAGS = re.compile("|".join((THINK, THOUGHT)))
+CALL_ENDS = re.compile("|".join((CLOSING, THOUGHT)))
 PYTHON_TAG = "<|python_tag|>"
+BETWEEN_CALLS = re.compile(rf"(?:[;\s]|{re.escape(PYTHON_TAG)})*")
+SPACE = re.compile(r"\s*")
+ARGUMENTS = ("arguments", "parameters")  # models write either, whatever their template shows
+OTHER_KEYS = {"name", "type", "id"}  # any further key may hold the arguments
+DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True)
@@ -43,36 +58,66 @@ def hermes(text: str) -> tuple[str, list[Call]]:
     Returns:
         the text outside of calls, and the calls.
     """
-    outside, inside = _tagged(text)
+    outside, inside, cut = _tagged(text)
     calls = [_call(found, "arguments") for found in inside[:MAX_CALLS]]
-    content = "".join(outside)
-    before, opened, _ = content.partition(OPENING)
-    if opened:
+    if cut:
         calls.append(Call(malformed="<tool_call> without </tool_call>"))
-        content = before
-    return content.strip() if calls else text, calls
+    return "".join(outside).strip() if calls else text, calls
 
 
-def _tagged(text: str) -> tuple[list[str], list[str]]:
-    """Return the texts outside and inside of pairs of tags, in time linear in the text."""
+def _tagged(text: str) -> tuple[list[str], list[str], str]:
+    """Return the texts outside and inside of pairs of tags, and the text from a tag on that is not closed.
+
+    Tags in thoughts are text.
+    """
     outside: list[str] = []
     inside: list[str] = []
-    at = 0
-    while (begin := text.find(OPENING, at)) >= 0:
-        end = text.find(CLOSING, begin + len(OPENING))
-        if end < 0:
-            break  # no later opening is closed either
-        outside.append(text[at:begin])
-        inside.append(text[begin + len(OPENING) : end])
-        at = end + len(CLOSING)
-    return [*outside, text[at:]], inside
+    at = begin = 0  # of the text outside of calls, and of what is looked at
+    last = text.rfind(THOUGHT)
+    while (tag := TAGS.search(text, begin)) is not None:
+        begin = tag.end()
+        if tag[0] == THINK:
+            if begin <= last:
+                begin = text.index(THOUGHT, begin) + len(THOUGHT)
+        elif tag[0] == THOUGHT:  # the prompt began the thought, so nothing before is a call
+            outside, inside, at = [], [], 0
+        else:
+            # No more calls are read, and a failure of the decoder takes time linear in the whole text.
+            after = _after_object(text, begin) if len(inside) < MAX_CALLS else begin
+            end = CALL_ENDS.search(text, after)
+            if end is None:
+                return [*outside, text[at : tag.start()]], inside, text[tag.start() :]
+            if end[0] == THOUGHT:
+                begin = end.start()
+                continue
+            outside.append(text[at : tag.start()])
+            inside.append(text[begin : end.start()])
+            at = begin = end.end()
+    return [*outside, text[at:]], inside, ""
+
+
+def _after_object(text: str, begin: int) -> int:
+    """Return the index after the JSON object at `begin`, whose texts may have tags; else `begin`."""
+    here = _skip(SPACE, text, begin)
+    if not text.startswith("{", here):
+        return begin
+    try:
+        return DECODER.raw_decode(text, here)[1]
+    except (ValueError, RecursionError):
+        return begin
+
+
+def _skip(pattern: re.Pattern[str], text: str, begin: int) -> int:
+    """Return the index after what the pattern, which also matches nothing, matches at `begin`."""
+    found = pattern.match(text, begin)
+    return begin if found is None else found.end()
 
 
 def llama3_json(text: str) -> tuple[str, list[Call]]:
     """Read calls in the JSON format of Llama 3: the turn is `{"name": "add", "parameters": {…}}`.
 
-    Several calls are separated by semicolons. `<|python_tag|>` may come before them. A turn that does not begin
-    with a brace, or the tag, has no call.
+    Several calls are separated by semicolons or blanks. `<|python_tag|>` may come before them. A turn that does
+    not begin with a brace, or the tag, has no call. Thoughts may come before, and other text after the calls.
 
     Args:
         text: a turn, without its end token.
@@ -80,22 +125,47 @@ def llama3_json(text: str) -> tuple[str, list[Call]]:
     Returns:
         the text outside of calls, and the calls.
     """
-    stripped = text.strip()
-    tagged = stripped.startswith(PYTHON_TAG)
-    rest = stripped.removeprefix(PYTHON_TAG).strip()
-    if not (tagged or rest.startswith("{")):
-        return text, []
+    begin = 0
+    while True:
+        begin = _skip(SPACE, text, begin)
+        if text.startswith(THINK, begin) and (closes := text.find(THOUGHT, begin)) >= 0:
+            begin = closes + len(THOUGHT)
+            continue
+        calls, end = _objects(text, begin)
+        if (after := _after_prompts_thought(text, end)) < 0:
+            return (text[:begin] + text[end:]).strip() if calls else text, calls
+        begin = after
+
+
+def _objects(text: str, begin: int) -> tuple[list[Call], int]:
+    """Return the calls of Llama's format that stand at `begin`, and the index of what follows."""
     calls: list[Call] = []
-    decoder = json.JSONDecoder()
-    while rest and len(calls) < MAX_CALLS:
+    is_tagged = text.startswith(PYTHON_TAG, begin)
+    if not is_tagged and not text.startswith("{", begin):
+        return calls, begin
+    at = _skip(BETWEEN_CALLS, text, begin)
+    while text.startswith("{", at) or (is_tagged and not calls and at < len(text)):
+        if len(calls) == MAX_CALLS:
+            break
         try:
-            value, end = decoder.raw_decode(rest)
+            value, end = DECODER.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
             calls.append(Call(malformed=f"not JSON: {error}"))
             break
         calls.append(_read(value, "parameters"))
-        rest = rest[end:].lstrip("; \n\t")
-    return "", calls
+        at = _skip(BETWEEN_CALLS, text, end)
+    return calls, at
+
+
+def _after_prompts_thought(text: str, begin: int) -> int:
+    """Return the index after the first </think> that no <think> after `begin` opens; -1 if there is none."""
+    while (tag := THOUGHT_TAGS.search(text, begin)) is not None:
+        if tag[0] == THOUGHT:
+            return tag.end()
+        if (closes := text.find(THOUGHT, begin)) < 0:
+            break
+        begin = closes + len(THOUGHT)
+    return -1
 
 
 def checked(read: Any) -> tuple[str, list[Call]]:
@@ -150,7 +220,13 @@ def _call(text: str, arguments: str) -> Call:
 def _read(value: Any, arguments: str) -> Call:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return Call(malformed='expected an object with "name", a text')
-    given = value.get(arguments, {})
+    found = [key for key in ARGUMENTS if key in value] or [key for key in value if key not in OTHER_KEYS]
+    if len(found) > 1 or not set(found) <= set(ARGUMENTS):
+        return Call(
+            malformed=f'expected "{arguments}" of {value["name"]!r:.100} and no other key for its arguments; '
+            f"got {', '.join(map(repr, found)):.100}"
+        )
+    given = value[found[0]] if found else {}
     if isinstance(given, str):  # some models quote the object
         try:
             given = json.loads(given)

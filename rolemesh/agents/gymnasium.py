@@ -15,7 +15,7 @@ action, and each observation answers it. The library `gymnasium` is the plug-in'
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -23,6 +23,8 @@ from rolemesh.agents.environment import Agent, Chat, Conversation, Episode, Obse
 from rolemesh.errors import InvalidData
 
 SEEDS = 1 << 32  # gymnasium's own take a seed below this
+RESET = ("observation", "info")
+STEP = ("observation", "reward", "terminated", "truncated", "info")
 
 
 def gymnasium_agent(make_env: Callable[[], Any], *, threads: int = 8) -> Callable[[Any], Agent]:
@@ -77,10 +79,11 @@ class GymnasiumConversation:
         return _said(await asyncio.wrap_future(self._resetting))
 
     async def act(self, turn: dict[str, Any]) -> Observation:
-        observation, reward, terminated, truncated, _ = await self._run(self._env.step, turn["content"])
+        returned = await self._run(self._env.step, turn["content"])
+        observation, reward, terminated, truncated, _ = _parts(returned, "step", STEP)
         if terminated or truncated:
-            return Observation(reward=float(reward), done=True, why="terminated" if terminated else "truncated")
-        return Observation(messages=_said(observation), reward=float(reward))
+            return Observation(reward=reward, done=True, why="terminated" if terminated else "truncated")
+        return Observation(messages=_said(observation), reward=reward)
 
     async def close(self) -> Outcome:
         if self._resetting is not None and not self._resetting.done():  # begin was cancelled
@@ -95,7 +98,8 @@ class GymnasiumConversation:
 
     def _reset(self) -> Any:
         self._env = self._make_env()
-        return self._env.reset(seed=self._seed, options=self._options)[0]
+        observation, _ = _parts(self._env.reset(seed=self._seed, options=self._options), "reset", RESET)
+        return observation
 
     async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, _called, function, *args)
@@ -106,6 +110,15 @@ def _called(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
     except StopIteration as error:  # a future cannot raise it
         raise RuntimeError("it raised StopIteration") from error
+
+
+def _parts(returned: Any, method: str, names: Sequence[str]) -> Sequence[Any]:
+    if not isinstance(returned, tuple | list) or len(returned) != len(names):
+        raise TypeError(
+            f"{method} should return ({', '.join(names)}), as gymnasium's environments do; it returned "
+            f"{returned!r:.200}"
+        )
+    return returned
 
 
 def _said(observation: Any) -> Chat:

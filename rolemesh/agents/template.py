@@ -17,6 +17,7 @@ TRIED: tuple[tuple[str, Chat], ...] = (
     ("a tool's answer", [{"role": "tool", "content": "42", "name": "add", "tool_call_id": "call-1"}]),
 )
 THOUGHT = "<think>\nso\n</think>\n\n"
+WITH_BLANKS = f"\n {MARK} \n"
 
 
 class Template:
@@ -42,9 +43,9 @@ class Template:
 
         Args:
             messages: what is said to the policy.
-            end: text of the token with which the policy ended its turn; "" if it was ended without one.
+            end: text of the special token at the end of the policy's turn; "" if it ends without one.
         """
-        return self._ids(_after_end(self._ends_turn + self._added(messages), end))
+        return self._ids(_after_end(self._ends_turn + self._added(messages), end), end or MARK)
 
     def after_all(self, prompt: list[int], said: Chat, messages: Chat, end: str) -> tuple[bool, list[int]]:
         """Return whether the template writes anew what was said, and the ids: if so, of the whole conversation;
@@ -60,13 +61,13 @@ class Template:
         begun = self._render([ASKS, *said[:-1]], opens=True) + str(said[-1]["content"])
         whole = self._render([ASKS, *said, *messages], opens=True)
         if whole.startswith(begun):
-            return False, self._ids(_after_end(whole[len(begun) :], end))
+            return False, self._ids(_after_end(whole[len(begun) :], end), end or MARK)
         asked, opened = self._render([ASKS], opens=False), self._render([ASKS], opens=True)
         if not (whole.startswith(asked) and opened.startswith(asked)):
             raise self._refused(f"{_kinds(messages)} after a turn of the policy changes the prompt")
-        opens = self._ids(opened[len(asked) :])
+        opens = self._ids(opened[len(asked) :], asked)
         before = prompt[: -len(opens)] if opens and prompt[-len(opens) :] == opens else prompt
-        return True, before + self._ids(whole[len(asked) :])
+        return True, before + self._ids(whole[len(asked) :], asked)
 
     def prompt(self, messages: Chat, tools: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the ids of a conversation up to where the policy begins, as data sets have prompts."""
@@ -77,7 +78,7 @@ class Template:
         prompt, text = self._render([ASKS], opens=False), self._render([ASKS, *messages], opens=True)
         if not text.startswith(prompt):
             raise self._refused(f"{_kinds(messages)} after a prompt changes what came before")
-        return self._ids(text[len(prompt) :])
+        return self._ids(text[len(prompt) :], prompt)
 
     def _added(self, messages: Chat) -> str:
         """Return what the template appends for messages that follow a turn, up to where the policy begins."""
@@ -100,9 +101,17 @@ class Template:
             raise InvalidConfig(f"the chat template of {name!r} refuses {_kinds(messages)}: {error}") from error
         return text
 
-    def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+    def _ids(self, text: str, before: str = "") -> list[int]:
+        """Tokenise text as it is tokenised after other text.
+
+        Many SentencePiece tokenizers write a blank before the first text of all, and nowhere else. Where the
+        two texts share a token, this one is tokenised alone.
+        """
+        known, whole, alone = self._tokenizer([before, before + text, text], add_special_tokens=False)[
+            "input_ids"
+        ]
+        following: list[int] = whole[len(known) :] if whole[: len(known)] == known else alone
+        return following
 
     # ------------------------------------------------------------------------------- at start
 
@@ -110,8 +119,8 @@ class Template:
         """Try the template on conversations of two turns.
 
         What is appended turn by turn must be the text of the whole conversation. A template that rewrites
-        earlier turns (some drop the thoughts of all but the last) shows the policy another text when it is used
-        than when it was trained.
+        earlier turns (some drop the thoughts of all but the last, or the blanks at a turn's ends) shows the
+        policy another text when it is used than when it was trained.
 
         Args:
             rewrites: "keep" accepts that: ids stay as they were sampled. "split" accepts it, too: after_all
@@ -125,7 +134,7 @@ class Template:
                 turn = {"role": "assistant", "content": THOUGHT + MARK}
                 self.after_all([], [turn, *messages, turn], messages, "")
                 continue
-            said = [SAID["content"]] + ([THOUGHT + MARK] if rewrites == "refuse" else [])
+            said = [MARK] + ([THOUGHT + MARK, WITH_BLANKS] if rewrites == "refuse" else [])
             for text in said:
                 turn = {"role": "assistant", "content": text}
                 grown = self._render([ASKS], opens=True) + text + self._ends_turn

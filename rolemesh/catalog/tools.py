@@ -14,7 +14,8 @@ class ToolSpec(Declaration):
     """A tool. `code` is a function, or a class of the shape of rolemesh.agents.tools.BaseTool.
 
     A function may be async. Its signature and its docstring (Google's style, with Args) are the tool's schema.
-    What it returns is the tool's answer: a text, or anything else as JSON.
+    A call whose arguments do not fit the schema is refused. What it returns is the tool's answer: a text,
+    nothing (None), or anything else as JSON.
 
     Args:
         of_job: `code` is a class of that shape which takes the job, in place of a config and a schema.

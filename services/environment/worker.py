@@ -83,10 +83,20 @@ class EnvironmentWorker(LocalWorker):
     # ------------------------------------------------------------------------------ requests
 
     async def describe(self, request: DescribeRequest) -> DescribeResponse:
-        """Return the tools of agents. Raises UnknownAgent with the known ones."""
+        """Return the tools of agents.
+
+        Raises:
+            InvalidBatch: it names more agents than there are.
+            UnknownAgent: one does not exist; the message has the known ones.
+        """
+        if len(request.agents) > len(AGENTS):
+            raise InvalidBatch(
+                f"Describe names {len(request.agents)} agents, and {len(AGENTS)} exist; name each at most once"
+            )
+        specs = [self._spec(name) for name in request.agents]  # all, before an agent is made
         response = DescribeResponse()
-        for name in request.agents:
-            tools = (await self._agent(name)).tools if self._spec(name).converses else ()
+        for name, spec in zip(request.agents, specs, strict=True):
+            tools = (await self._agent(name)).tools if spec.converses else ()
             response.agents.append(environment_pb2.Agent(name=name, tools=_as_json(name, tools)))
         if response.ByteSize() > MAX_ANSWER_BYTES:
             raise InvalidConfig(

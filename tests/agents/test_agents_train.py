@@ -96,6 +96,16 @@ async def test_a_run_killed_in_the_middle_of_a_conversation_ends_where_an_unbrok
     assert ends[0] == ends[1]
 
 
+@pytest.mark.parametrize(("agent", "warned"), [("single_turn_agent", True), ("echo", False)])
+def test_a_job_whose_rows_all_have_one_turn_is_told_so_at_start(
+    tmp_path: Path, talkative_model: Path, caplog: pytest.LogCaptureFixture, agent: str, warned: bool
+) -> None:
+    tools = ("rollout.multi_turn.tools=[calculator]", f"rollout.agent.default_agent_loop={agent}")
+    job = small_job(tmp_path, talkative_model, "talk", *TALKS, *tools)
+    Run(job, load_tokenizer(job.actor.model))
+    assert ("the agent of every row is single_turn_agent, so no row has" in caplog.text) == warned
+
+
 async def test_an_advantage_of_a_token_that_was_not_sampled_changes_no_gradient(
     tmp_path: Path, talkative_model: Path
 ) -> None:
@@ -165,10 +175,13 @@ async def test_epochs_are_counted_over_the_prompts_that_are_short_enough_with_th
         f"data.train_files={write_rows(tmp_path / 'own.parquet', rows)}",
         f"data.max_prompt_length={len(longest)}",
         "trainer.total_training_steps=null", "trainer.total_epochs=2", "trainer.save_freq=2",
+        "actor.optim.lr_scheduler_type=linear",
     )  # fmt: skip
     assert Run(job, load_tokenizer(job.actor.model)).status.total_steps == 5
     summary = await train(job)
     assert (summary.step, summary.total_steps) == (3, 3)
+    rates = [record["actor/lr"] for record in summary.records if "actor/lr" in record]
+    assert rates == pytest.approx([1e-3, 2e-3 / 3, 1e-3 / 3])
     assert load_job(job.run_dir / "config.yaml").trainer.total_training_steps == 3
     again = Run(job, load_tokenizer(job.actor.model))
     finished = again.finished()  # by the number of prompts that the checkpoint has: no role need start for it

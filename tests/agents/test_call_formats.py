@@ -78,8 +78,82 @@ def test_llama_calls_are_separated_by_semicolons_and_may_have_a_tag() -> None:
     call = '{"name": "add", "parameters": {"a": 1}}'
     assert llama3_json(call) == ("", [Call("add", '{"a": 1}')])
     assert llama3_json(f"<|python_tag|>{call}; {call}")[1] == [Call("add", '{"a": 1}')] * 2
-    assert llama3_json(f"{call} and")[1][1].malformed.startswith("not JSON")
+    assert llama3_json(f"{call}\n<|python_tag|>{call}")[1] == [Call("add", '{"a": 1}')] * 2
     assert llama3_json(f"{call}; {call[:9]}")[1][1].malformed.startswith("not JSON")
+    assert llama3_json("<|python_tag|>print(1)")[1][0].malformed.startswith("not JSON")
+
+
+@pytest.mark.parametrize("sentence", ["I wait for it.", "; and then 4", "\n\nThat is {a} sum."])
+def test_a_sentence_after_a_llama_call_is_text(sentence: str) -> None:
+    call = '{"name": "add", "parameters": {"a": 1}}'
+    assert llama3_json(call + sentence) == (sentence.lstrip("; \n"), [Call("add", '{"a": 1}')])
+
+
+@pytest.mark.parametrize("key", ["arguments", "parameters"])
+def test_arguments_are_read_under_either_key(key: str) -> None:
+    call = f'{{"name": "add", "{key}": {{"a": 1}}}}'
+    assert hermes(tagged(call))[1] == llama3_json(call)[1] == [Call("add", '{"a": 1}')]
+
+
+@pytest.mark.parametrize(
+    ("keys", "got"),
+    [
+        ('"args": {"a": 1}', "got 'args'"),
+        ('"a": 1, "b": 2', "got 'a', 'b'"),
+        ('"parameters": {}, "arguments": {"a": 1}', "got 'arguments', 'parameters'"),
+    ],
+)
+def test_arguments_that_may_be_elsewhere_are_never_an_empty_call(keys: str, got: str) -> None:
+    call = f'{{"name": "add", {keys}}}'
+    for [found], key in ((hermes(tagged(call))[1], "arguments"), (llama3_json(call)[1], "parameters")):
+        assert found.malformed == f"expected \"{key}\" of 'add' and no other key for its arguments; {got}"
+
+
+# ----------------------------------------------------------------------------------------- thoughts
+
+LLAMA_ADD = '{"name": "add", "parameters": {"a": 1, "b": [2, "ü"]}}'
+
+
+@pytest.mark.parametrize("begin", ["<think>", "", "\n<think>\n"])  # "": the prompt ends with <think>
+@pytest.mark.parametrize(
+    ("read", "call"), [(hermes, f"<tool_call>{ADD}</tool_call>"), (llama3_json, LLAMA_ADD)]
+)
+def test_a_call_in_a_thought_is_text(begin: str, read: Any, call: str) -> None:
+    for thought in (f"{begin}{call} could do.</think>", f"{begin}I could write {call}.</think>\n\n"):
+        assert read(thought + call) == (thought.strip(), [Call("add", ARGUMENTS)])
+        assert read(thought + "It is 4.") == (thought + "It is 4.", [])
+
+
+@pytest.mark.parametrize("begin", ["<think>", ""])
+@pytest.mark.parametrize("mention", ["<tool_call>", "<tool_call>{", "</tool_call>", "<tool_call>a</tool_call>"])
+def test_a_tag_in_a_thought_hides_no_call_after_it(begin: str, mention: str) -> None:
+    thought = f"{begin}I have to use {mention} for this.</think>"
+    assert hermes(f"{thought}<tool_call>{ADD}</tool_call>") == (thought, [Call("add", ARGUMENTS)])
+    assert hermes(thought + "It is 4.") == (thought + "It is 4.", [])
+
+
+def test_a_thought_after_a_call_keeps_the_call() -> None:
+    thought = f"<think>Not <tool_call>{ADD}</tool_call> again.</think>"
+    content, calls = hermes(tagged(ADD) + thought + tagged(ADD))
+    assert (content, calls) == (f"{thought}".strip(), [Call("add", ARGUMENTS)] * 2)
+    assert llama3_json(LLAMA_ADD + thought) == (thought, [Call("add", ARGUMENTS)])
+
+
+def test_a_call_counts_if_the_thought_is_never_closed() -> None:
+    assert hermes(f"<think>So:<tool_call>{ADD}</tool_call>") == ("<think>So:", [Call("add", ARGUMENTS)])
+
+
+@pytest.mark.parametrize("said", ["</tool_call>", "<tool_call>", "</think>", "<think>", 'a\\"</tool_call>{'])
+def test_a_tag_in_an_argument_is_text(said: str) -> None:
+    arguments = f'{{"text": "so {said} it ends"}}'
+    for read, call in (
+        (hermes, tagged(f'{{"name": "write", "arguments": {arguments}}}')),
+        (llama3_json, f'{{"name": "write", "parameters": {arguments}}}'),
+    ):
+        assert read(call) == ("", [Call("write", arguments)])
+        assert read(f"<think>I write.</think>{call}")[1] == [Call("write", arguments)]
+    two = hermes(tagged(f'{{"name": "write", "arguments": {arguments}}}', ADD))[1]
+    assert two == [Call("write", arguments), Call("add", ARGUMENTS)]
 
 
 @pytest.mark.parametrize(
@@ -107,8 +181,8 @@ def test_tags_are_paired_as_the_shortest_match_of_an_expression_pairs_them() -> 
     for number in range(1, 7):
         for pieces in itertools.product(("<tool_call>", "</tool_call>", "a\n", "<tool_"), repeat=number):
             text = "".join(pieces)
-            outside, inside = _tagged(text)
-            assert ("".join(outside), inside) == (pairs.sub("", text), pairs.findall(text))
+            outside, inside, cut = _tagged(text)
+            assert ("".join([*outside, cut]), inside) == (pairs.sub("", text), pairs.findall(text))
 
 
 def test_tags_that_are_never_closed_are_read_in_linear_time() -> None:
@@ -118,6 +192,12 @@ def test_tags_that_are_never_closed_are_read_in_linear_time() -> None:
         return time.thread_time() - began
 
     assert min(cpu_s(4_000) for _ in range(3)) < 0.3  # with the square three seconds
+
+
+def test_calls_that_are_no_json_are_read_in_linear_time() -> None:
+    began = time.thread_time()
+    assert len(hermes("<tool_call>{</tool_call>" * 20_000)[1]) == MAX_CALLS
+    assert time.thread_time() - began < 1  # with the square more than two seconds
 
 
 def test_arguments_of_every_depth_are_read_or_refused() -> None:
@@ -147,13 +227,51 @@ def test_there_are_no_more_calls_than_anybody_would_run() -> None:
 
 
 @settings(deadline=None)
-@given(st.text(alphabet=st.sampled_from(list('<tool_call>/{}[]":,name 1e9\\')), max_size=200))
+@given(
+    st.text(alphabet=st.sampled_from(list('<tool_call>/{}[]":,name 1e9\\')), max_size=200)
+    | st.lists(
+        st.sampled_from(["<tool_call>", "</tool_call>", "<think>", "</think>", ADD, LLAMA_ADD, "{", '"', "; "])
+    ).map("".join)
+)
 def test_whatever_is_written_is_read(text: str) -> None:
     for read in (hermes, llama3_json):
         _, calls = read(text)
         for call in calls:
             assert bool(call.malformed) != bool(call.name)
             assert not call.name or isinstance(json.loads(call.arguments), dict)
+
+
+# ----------------------------------------------------------------------------- with special tokens
+
+
+def speech_with(tiny_model: Path, **rollout: Any) -> tuple[Any, Speech]:
+    """A tokenizer with special tokens for thoughts and calls, and its speech."""
+    multi_turn = {"enable": True}
+    job = make_job(
+        {"actor": {"model": {"path": str(tiny_model)}}, "rollout": {"multi_turn": multi_turn, **rollout}}
+    )
+    tokenizer = load_tokenizer(job.actor.model)
+    special = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    return tokenizer, Speech(job, tokenizer)
+
+
+@pytest.mark.parametrize("end", ["", "<|im_end|>"])
+def test_a_turn_that_stops_at_a_special_tag_has_its_call(tiny_model: Path, end: str) -> None:
+    tokenizer, speech = speech_with(tiny_model, name="vllm", stop=["</tool_call>"])
+    ids = tokenizer(f"<tool_call>{ADD}</tool_call>{end}", add_special_tokens=False)["input_ids"]
+    [call] = speech.parse_turn(speech.text_of(ids), 1).tool_calls
+    assert (call.name, call.arguments, call.malformed) == ("add", ARGUMENTS, "")
+    assert speech.is_whole(ids)
+
+
+@pytest.mark.parametrize("cut", ["<think>so</think>", "<think>", f"<tool_call>{ADD}</tool_call>"])
+def test_a_turn_cut_after_a_special_token_keeps_its_text(tiny_model: Path, cut: str) -> None:
+    tokenizer, speech = speech_with(tiny_model)
+    ids = tokenizer(cut, add_special_tokens=False)["input_ids"]
+    assert (speech.text_of(ids), speech.is_whole(ids)) == (cut, False)
+    ended = [*ids, tokenizer.eos_token_id]
+    assert (speech.text_of(ended), speech.is_whole(ended)) == (cut, True)
 
 
 # ------------------------------------------------------------------------------------ of your own

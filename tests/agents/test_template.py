@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from rolemesh.agents.template import Template
 from rolemesh.errors import InvalidConfig
@@ -45,6 +47,9 @@ LLAMA_2 = (
     "{% else %}<s>[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
 )
 
+# As Llama 3's: the blanks at a message's ends are dropped.
+TRIMMING = CHATML.replace("message['content']", "message['content'] | trim")
+
 NO_CONTINUING = "cannot be continued token by token: "
 
 
@@ -52,6 +57,18 @@ def tokenizer_with(template: str) -> Any:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     return tokenizer
+
+
+def sentence_piece(template: str, prepend_scheme: str) -> Any:
+    """A tokenizer of one token per character that writes blanks as SentencePiece does."""
+    characters = ["▁", "\n", *map(chr, range(33, 127))]
+    tokenizer = Tokenizer(models.BPE(vocab={each: i for i, each in enumerate(characters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme, split=False)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme=prepend_scheme)
+    tokenizer.add_special_tokens(["<s>", "</s>", END])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+    fast.chat_template = template
+    return fast
 
 
 def text(tokenizer: Any, ids: list[int]) -> str:
@@ -119,6 +136,50 @@ def test_turn_by_turn_the_ids_are_those_of_the_whole_conversation(template: str)
     assert text(tokenizer, ids) + "\n" == whole
 
 
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [(LLAMA_2, "</s>"), (LLAMA_2, ""), (CHATML.replace("<|im_start|>", "="), END), (CHATML, "")],
+)
+@pytest.mark.parametrize("role", ["tool", "user"])
+def test_with_a_sentence_piece_tokenizer_the_ids_are_those_of_the_whole_conversation(
+    template: str, end: str, role: str, scheme: str
+) -> None:
+    tokenizer = sentence_piece(template, scheme)
+    template_ = Template(tokenizer)
+    asked, answer = {"role": "user", "content": "1+1"}, {"role": role, "content": "42"}
+    said = [asked, {"role": "assistant", "content": "I ask."}, answer]
+    whole = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+    ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
+    turn = whole[: whole.index("I ask.") + len("I ask.")]
+    if end:
+        turn = whole[: whole.index(end, len(turn)) + len(end)]
+    begun = tokenizer(turn, add_special_tokens=False)["input_ids"]
+    assert begun + template_.after_turn([answer], end) == ids
+    if template != LLAMA_2:  # which has a blank before each turn
+        assert template_.after_all([], said[1:2], [answer], end) == (False, ids[len(begun) :])
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+@pytest.mark.parametrize("template", [FORGETFUL.replace("<|im_start|>", "="), LLAMA_2])
+def test_with_a_sentence_piece_tokenizer_what_is_written_anew_or_said_first_has_the_ids_of_the_whole(
+    template: str, scheme: str
+) -> None:
+    tokenizer = sentence_piece(template, scheme)
+    template_, asked = Template(tokenizer), {"role": "user", "content": "1+1"}
+    first = {"role": "user", "content": "sure?"}
+
+    def ids(messages: list[dict[str, Any]], opens: bool = True) -> Any:
+        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=opens, tokenize=False)
+        return tokenizer(rendered, add_special_tokens=False)["input_ids"]
+
+    assert ids([asked], opens=False) + template_.after_prompt([first]) == ids([asked, first])
+    if template != LLAMA_2:
+        thought = {"role": "assistant", "content": "<think>so</think>2"}
+        anew = template_.after_all(ids([asked]), [thought], [first], END)
+        assert anew == (True, ids([asked, thought, first]))
+
+
 def test_an_environment_that_speaks_first_comes_between_the_prompt_and_the_policy() -> None:
     tokenizer = tokenizer_with(CHATML)
     said = [{"role": "user", "content": "My number has one digit."}]
@@ -136,7 +197,19 @@ def test_a_template_that_drops_thoughts_is_refused_unless_ids_are_to_stay() -> N
     Template(tokenizer_with(CHATML)).check()
 
 
-@pytest.mark.parametrize("template", [CHATML, FORGETFUL, THOUGHTLESS])
+def test_a_template_that_trims_turns_is_refused_unless_ids_are_to_stay() -> None:
+    template = Template(tokenizer_with(TRIMMING))
+    with pytest.raises(
+        InvalidConfig,
+        match=r"it rewrites an earlier turn: turn by turn the conversation has '.*assistant.n.n mark of.*', "
+        r"as a whole '.*assistant.nmark of.*Set rollout.multi_turn.template_rewrites to split",
+    ):
+        template.check()
+    template.check("keep")
+    template.check("split")
+
+
+@pytest.mark.parametrize("template", [CHATML, FORGETFUL, THOUGHTLESS, TRIMMING])
 @pytest.mark.parametrize("answer", [{"role": "user", "content": "sure?"}, {"role": "tool", "content": "4"}])
 def test_split_shows_what_the_template_makes_of_the_whole_conversation(
     template: str, answer: dict[str, Any]
@@ -146,7 +219,7 @@ def test_split_shows_what_the_template_makes_of_the_whole_conversation(
     splitting.check("split")
     prompt = seen = splitting.prompt([asked], [])
     said: list[dict[str, Any]] = []
-    for turn in ("so\n</think>2", "2", "<think>\nno\n</think>\n\n3"):
+    for turn in ("so\n</think>2", "2", "<think>\nno\n</think>\n\n3", " 3\n"):
         said.append({"role": "assistant", "content": turn})
         is_anew, ids = splitting.after_all(prompt, said, [answer], END)
         seen = ids if is_anew else seen + tokenizer(turn + END, add_special_tokens=False)["input_ids"] + ids

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import socket
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -148,6 +151,8 @@ async def test_calls_stay_text_unless_all_can_be_read_and_the_program_wants_them
         ({"n": 2}, 400, "n"),
         ({"stop": ["."]}, 400, "stop"),
         ({"logprobs": True}, 400, "logprobs"),
+        ({"top_logprobs": 5}, 400, "top_logprobs"),
+        ({"logit_bias": {"50256": -100}}, 400, "logit_bias"),
         ({"tool_choice": "required", "tools": TOOLS}, 400, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, 400, "response_format"),
         ({"max_tokens": 0}, 400, "max_tokens"),
@@ -165,6 +170,18 @@ async def test_parameters_that_the_endpoint_does_not_support_are_refused(
         with pytest.raises(openai.APIStatusError) as refused:
             await client.chat.completions.create(**{"model": "policy", "messages": ASK} | asked)
     assert (refused.value.status_code, refused.value.body["param"]) == (status, param)
+
+
+async def test_a_parameter_with_the_value_that_asks_for_nothing_is_taken() -> None:
+    idle: dict[str, Any] = {
+        "n": 1, "logprobs": False, "top_logprobs": 0, "logit_bias": {}, "response_format": {"type": "text"},
+        "stop": [],
+    }  # fmt: skip
+    async with served() as (session, _, client):
+        said, _ = await answered(
+            session, client.chat.completions.create(model="policy", messages=ASK, **idle), turn()
+        )
+    assert said.choices[0].message.content == "fine"
 
 
 async def test_a_key_is_of_one_episode_and_ends_with_it() -> None:
@@ -222,3 +239,31 @@ async def test_after_the_end_a_call_that_waits_and_further_ones_are_refused() ->
                 await call
             assert refused.value.code == "context_length_exceeded"
         assert session.is_at_limit
+
+
+@pytest.mark.parametrize("is_abrupt", [False, True], ids=["closed", "reset"])
+@pytest.mark.parametrize(
+    "rest",
+    ["Content-Length: 9\r\n\r\n{", "Content-Length: 9\r\nExpect: 100-continue\r\n\r\n{", "no header\r\n\r\n"],
+    ids=["in its body", "before it may send its body", "without HTTP"],
+)
+async def test_a_client_that_leaves_amid_its_call_is_one_quiet_line_in_the_log(
+    rest: str, is_abrupt: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with served() as (_, endpoint, _):
+        address = httpx.URL(endpoint.base_url)
+        _, writer = await asyncio.open_connection(address.host, address.port)
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer "
+        writer.write(f"{head}{endpoint.key}\r\n{rest}".encode())
+        await writer.drain()
+        if is_abrupt:
+            option = struct.pack("ii", 1, 0)  # a close then sends a reset
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, option)
+        writer.close()
+        async with asyncio.timeout(60):
+            while not caplog.records:  # noqa: ASYNC110  # the server's task logs it
+                await asyncio.sleep(0.005)
+    [line] = [each for each in caplog.records if each.name.startswith(("aiohttp", "rolemesh"))]
+    assert (line.levelname, line.exc_info) == ("INFO", None)
+    assert line.getMessage().startswith("a client left, or sent no HTTP: ")

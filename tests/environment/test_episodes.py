@@ -396,6 +396,15 @@ async def test_agents_are_described_and_an_unknown_one_is_named(tiny_model: Path
             await client.describe(DescribeRequest(agents=["obedient", "nobody"]))
 
 
+async def test_a_request_to_describe_more_agents_than_there_are_is_refused_before_one_is_made(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    async with stub_of(environment_job(tmp_path, tiny_model)) as stub:
+        code, said = await refused(stub.Describe(DescribeRequest(agents=["obedient"] * 85_000)))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "Describe names 85000 agents, and" in said
+
+
 def test_every_call_may_be_repeated() -> None:
     from rolemesh.rpc.contract import rpcs
 

@@ -35,6 +35,8 @@ class Guess(gymnasium.Env):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
+        if "alone" in options:
+            return "a number"
         self.below = options.get("below", 100)
         self.number = int(self.np_random.integers(self.below))
         self.folder = options.get("folder")
@@ -45,6 +47,10 @@ class Guess(gymnasium.Env):
     def step(self, action):
         if action == "number":
             return 7, 0.0, False, False, {}
+        if action == "four":
+            return "wrong", 0.0, False, {}
+        if action == "unpaid":
+            return "wrong", None, False, False, {}
         if action == "next":
             return next(iter(())), 0.0, False, False, {}
         if action == "tell":
@@ -116,6 +122,25 @@ async def test_an_observation_that_is_not_text_and_an_exception_name_the_row(
             await client.act(turn("d", 1, "next"))
         with pytest.raises(InvalidData, match=r"row row-c .*env_kwargs should be a dict; got \[1\]"):
             await client.open_episode(opening("c", "guess", env_kwargs=[1]))
+
+
+async def test_what_reset_and_step_should_return_is_named_where_they_do_not(
+    tiny_model: Path, tmp_path: Path, plugin: str
+) -> None:
+    async with guessing(tmp_path, tiny_model, plugin) as client:
+        with pytest.raises(
+            EnvironmentFailed,
+            match=r"row row-a .*reset should return \(observation, info\).*returned 'a number'",
+        ):
+            await client.open_episode(opening("a", "guess", env_kwargs={"alone": True}))
+        await client.open_episode(opening("b", "guess"))
+        with pytest.raises(
+            EnvironmentFailed, match=r"row row-b .*step should return \(observation, reward, terminated, trunc"
+        ):
+            await client.act(turn("b", 1, "four"))
+        await client.open_episode(opening("c", "guess"))
+        with pytest.raises(EnvironmentFailed, match=r"row row-c .*the reward is None; a finite number"):
+            await client.act(turn("c", 1, "unpaid"))
 
 
 async def test_an_environment_whose_reset_ends_after_its_episode_is_closed(

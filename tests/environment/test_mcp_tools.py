@@ -21,7 +21,7 @@ from mcp_types import JSONRPCError
 from serving import serve_process
 from tool_plugins import agent, opened
 
-from rolemesh.config.job import make_job
+from rolemesh.config.job import JobConfig, make_job
 from rolemesh.errors import InvalidConfig
 from rolemesh.roles import methods
 from rolemesh.rpc.calling.episodes import EnvironmentClient
@@ -30,7 +30,8 @@ from rolemesh.services.environment.agents.tool_agent import ToolAgent
 from rolemesh.services.environment.mcp_tools.transports import next_message
 from rolemesh.v1.environment_pb2 import DescribeRequest
 
-SERVER = str(Path(__file__).parents[1] / "support" / "servers" / "mcp_server.py")
+SERVERS = Path(__file__).parents[1] / "support" / "servers"
+SERVER, RAW_SERVER = str(SERVERS / "mcp_server.py"), str(SERVERS / "raw_mcp_server.py")
 
 
 class Talk:
@@ -84,6 +85,29 @@ async def talking(
     async with agent(tmp_path, model, **settings) as client:
         await opened(client)
         yield Talk(client, "a", tmp_path / "starts")
+
+
+@asynccontextmanager
+async def raw(tmp_path: Path, model: Path, answers: dict[str, Any], **of_a_tool: Any) -> AsyncIterator[Talk]:
+    """A server whose tools have these answers, which are results, or lines as they are."""
+    pages = {
+        "": {"tools": [{"name": name, "inputSchema": {"type": "object"}, **of_a_tool} for name in answers]}
+    }
+    says = json.dumps({"pages": pages, "answers": answers})
+    async with talking(tmp_path, model, {"command": [sys.executable, RAW_SERVER, says]}) as talk:
+        yield talk
+
+
+def raw_job(*tools: dict[str, Any], cursor: str | None = None) -> JobConfig:
+    """A job with a server that offers these tools, on a page that every cursor leads to."""
+    page = {"tools": list(tools), **({"nextCursor": cursor} if cursor else {})}
+    says = json.dumps({"pages": {"": page, **({cursor: page} if cursor else {})}})
+    servers = {"mine": {"command": [sys.executable, RAW_SERVER, says]}}
+    return make_job({"rollout": {"multi_turn": {"enable": True, "mcp_servers": servers}}})
+
+
+def text_of(text: str, **more: Any) -> dict[str, Any]:
+    return {"content": [{"type": "text", "text": text}], **more}
 
 
 Over = Callable[..., AbstractAsyncContextManager[Talk]]
@@ -154,7 +178,7 @@ async def test_arguments_that_json_cannot_have_fail_their_call_alone(
 
         async def half_a_pair() -> None:
             text, is_error = await call("note", text="\ud800")
-            assert text.startswith("Error: the arguments cannot be sent: ")
+            assert text.startswith(r"Error: the arguments have '\ud800', half of a surrogate pair")
             assert is_error
             assert await call("add", a=1) == ("3", False)
 
@@ -192,6 +216,71 @@ async def test_a_response_that_is_too_long_names_its_call_at_either_end(
         assert isinstance(second, SessionMessage)
         assert second.message.id == 9
         assert await next_message(stdout) is None
+
+
+async def test_an_answer_that_cannot_be_parsed_fails_its_call_alone_and_at_once(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """The time limit of the call is 240 s; that of a test is shorter."""
+    line = '{"jsonrpc":"2.0","id":ID,"result":{"content":[{"type":"text","text":"%s"}]}}'
+    answers = {
+        "half": line % r"\ud800",
+        "latin": line % "caf\xe9",
+        "last": '{"result":{"content":[{"type":"text","text":"\xe9"}]},"jsonrpc":"2.0","id":ID}',
+        "no_object": '{"jsonrpc":"2.0","id":ID,"result":[1]}',
+        "no_result": {"content": 7},
+        "good": text_of("fine"),
+    }
+    async with raw(tmp_path, tiny_model, answers) as call:
+        said = {name: await call(name) for name in answers}
+    before = "Error: ToolError: MCP server mine: "
+    why = f"{before}MCPError: the answer cannot be read: "
+    assert said["half"][0].startswith(f"{why}Invalid JSON: unexpected end of hex escape")
+    assert said["latin"][0].startswith(f"{why}Invalid JSON: invalid unicode code point")
+    assert said["last"][0].startswith(f"{why}Invalid JSON: invalid unicode code point")
+    assert said["no_object"][0] == f"{why}it is no message of JSON-RPC"
+    assert said["no_result"][0].startswith(f"{before}ValidationError: ")
+    assert said["good"] == ("fine", False)
+
+
+async def test_an_answer_in_text_alone_is_read_whatever_the_output_schema(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    async with raw(tmp_path, tiny_model, {"count": text_of("n is 3")}, outputSchema=schema) as call:
+        assert await call("count") == ("n is 3", False)
+
+
+async def test_an_answer_has_embedded_texts_and_structured_content_that_no_text_repeats(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    file = {"uri": "file:///notes.txt", "mimeType": "text/plain"}
+    rows = [{"n": 1}, {"n": 2}]
+    answers = {
+        "file": {"content": [{"type": "resource", "resource": {**file, "text": "two lines"}}]},
+        "bytes": {"content": [{"type": "resource", "resource": {**file, "blob": "AAAA"}}]},
+        "points": text_of("see the structured content", structuredContent={"n": 3}),
+        "alone": {"content": [], "structuredContent": {"n": 3}},
+        "repeats": text_of('{\n "n": 3\n}', structuredContent={"n": 3}),
+        "number": text_of("42", structuredContent={"result": 42}),
+        "digits": text_of("42", structuredContent={"result": "42"}),
+        "items": {
+            "content": [{"type": "text", "text": json.dumps(row)} for row in rows],
+            "structuredContent": {"result": rows},
+        },
+    }
+    async with raw(tmp_path, tiny_model, answers) as call:
+        said = {name: await call(name) for name in answers}
+    assert said == {
+        "file": ("two lines", False),
+        "bytes": ("(resource)", False),
+        "points": ('see the structured content\n{"n": 3}', False),
+        "alone": ('{"n": 3}', False),
+        "repeats": ('{\n "n": 3\n}', False),
+        "number": ("42", False),
+        "digits": ("42", False),
+        "items": ('{"n": 1}\n{"n": 2}', False),
+    }
 
 
 async def test_a_server_that_dies_is_started_anew_for_the_next_call(tiny_model: Path, tmp_path: Path) -> None:
@@ -254,15 +343,23 @@ async def test_a_program_gets_the_variables_that_the_job_names_and_no_other(
     [
         (
             {"command": ["no-such-program-of-mine"]},
-            "no-such-program-of-mine has no tools: .*it is not there, or not executable",
+            "command: 'no-such-program-of-mine' is not there, or not executable; correct the path, or install",
             60.0,
         ),
-        ({"command": ["cat", "/dev/null"]}, "cat has no tools: .*Connection closed", 60.0),
-        ({"command": ["sleep", "3600"]}, "sleep did not answer in 0.5 s", 0.5),
-        ({"url": "http://127.0.0.1:9/mcp"}, "http://127.0.0.1:9/mcp has no tools: ", 60.0),
+        (
+            {"command": [sys.executable, "/no/such/server.py"]},
+            "command: `.* /no/such/server.py` ended before it listed its tools; .* run it by hand",
+            60.0,
+        ),
+        ({"command": ["sleep", "3600"]}, "command: sleep 3600 did not answer in 0.5 s", 0.5),
+        (
+            {"url": "http://127.0.0.1:9/mcp"},
+            "url: the tools of http://127.0.0.1:9/mcp cannot be listed: ",
+            60.0,
+        ),
         (
             {"url": "http://127.0.0.1:9/mcp", "headers": {"X-Key": "NO_SUCH_VARIABLE"}},
-            ".*NO_SUCH_VARIABLE, which is not",
+            "url: .*NO_SUCH_VARIABLE, which is not",
             60.0,
         ),
     ],
@@ -272,8 +369,50 @@ def test_a_server_that_is_not_there_is_an_error_at_start(
 ) -> None:
     multi_turn = {"enable": True, "mcp_servers": {"mine": server}, "call_timeout_s": timeout_s}
     job = make_job({"rollout": {"multi_turn": multi_turn}})
-    with pytest.raises(InvalidConfig, match=f"rollout.multi_turn.mcp_servers.mine: {said}"):
+    with pytest.raises(InvalidConfig, match=rf"rollout\.multi_turn\.mcp_servers\.mine\.{said}"):
         ToolAgent(job)
+
+
+def tool_names(job: JobConfig) -> list[str]:
+    agent = ToolAgent(job)
+    try:
+        return [tool["function"]["name"] for tool in agent.tools]
+    finally:
+        agent.close()
+
+
+def test_an_output_schema_that_is_none_does_not_cost_the_other_tools() -> None:
+    one = {"name": "one", "inputSchema": {"type": "object"}, "outputSchema": [1]}
+    two = {"name": "two", "inputSchema": {"type": "object"}}
+    assert tool_names(raw_job(one, two)) == ["one", "two"]
+
+
+def test_a_cursor_that_leads_to_the_same_page_again_ends_the_list() -> None:
+    tools = [{"name": name, "inputSchema": {"type": "object"}} for name in ("one", "two")]
+    assert tool_names(raw_job(*tools, cursor="next")) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "refused"),
+    [
+        ({"properties": {"a": {"$ref": "https://schemas.example/a.json"}}}, "https://schemas.example/a.json"),
+        ({"properties": {"a": {"$ref": "#/$defs/A"}}}, "/$defs/A"),
+        ({"$ref": "#/components/A", "components": {"A": {"items": {"$ref": "other.json#/B"}}}}, "other.json"),
+        ({"properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"items": {"$ref": "#/$defs/A"}}}}, ""),
+        ({"properties": {"a": {"$ref": "https://json-schema.org/draft/2020-12/schema"}}}, ""),
+        ({"properties": {"$ref": {"type": "string"}}}, ""),
+    ],
+)
+def test_a_schema_that_refers_to_what_it_does_not_have_is_refused_at_start(
+    schema: dict[str, Any], refused: str
+) -> None:
+    job = raw_job({"name": "one", "inputSchema": {"type": "object", **schema}})
+    if not refused:
+        assert tool_names(job) == ["one"]
+        return
+    with pytest.raises(InvalidConfig, match=r"mcp_servers.mine: tool 'one' .* nothing is fetched") as error:
+        ToolAgent(job)
+    assert refused in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ async def test_a_tool_that_fails_ends_the_run_where_the_job_says_so(
         assert [message.content for message in answer.messages] == [
             "Error: missing a required argument: 'expression'; the arguments are expression",
             "Error: '1 +' is no arithmetic expression (invalid syntax)",
-            "Error: expression should be a text; got 1",
+            "Error: expression: 1 is not of type 'string'",
         ]
         await opened(client, "b")
         monkeypatch.setattr(tool_agent, "TOOL_SHARE", 0.01)  # of 60 s

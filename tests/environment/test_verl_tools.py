@@ -270,4 +270,18 @@ async def test_a_role_whose_tools_cannot_be_made_does_not_start(tiny_model: Path
         assert role.process.stderr is not None
         errors = await role.process.stderr.read()  # to its end, which comes with the process's
         assert await role.process.wait() == 2
-    assert "absent.yaml" in errors.decode().splitlines()[-1]
+    last = errors.decode().splitlines()[-1]
+    assert f"rollout.multi_turn.tool_config_path: there is no file {tmp_path / 'absent.yaml'}; correct" in last
+
+
+def test_a_file_of_interactions_that_cannot_be_read_is_named_with_its_key(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "interactions.yaml"
+    key = "rollout.multi_turn.interaction_config_path"
+    job = job_with(tmp_path, tiny_model, {}, interaction_config_path=str(file))
+    with pytest.raises(InvalidConfig, match=rf"{key}: there is no file .*interactions.yaml; correct the path"):
+        ToolAgent(job)
+    file.write_text("interaction: [")
+    with pytest.raises(InvalidConfig, match=rf"{key}: .*interactions.yaml, line 1: "):
+        ToolAgent(job)

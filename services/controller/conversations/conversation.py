@@ -18,6 +18,7 @@ from rolemesh.agents.truncation import truncated
 from rolemesh.catalog.agents import AGENTS
 from rolemesh.catalog.call_formats import CALL_FORMATS
 from rolemesh.config import JobConfig
+from rolemesh.data.texts import end_tokens
 from rolemesh.errors import EnvironmentFailed, InvalidBatch, InvalidConfig
 from rolemesh.roles import Environment
 from rolemesh.services.controller.conversations.rows import Rows
@@ -60,15 +61,25 @@ class Speech:
         self._format = CALL_FORMATS[self._config.format]
         self._read = self._format.load()
         special = {id_: token.content for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._ends: Mapping[int, str] = special
+        self._special: Mapping[int, str] = special
+        self._ends = end_tokens(tokenizer).intersection(special)
+        self._stop = job.rollout.stop
 
     def end_of(self, ids: list[int]) -> str:
-        """Return the text of the special token that ends a turn; "" if the turn has none."""
-        return self._ends.get(ids[-1], "")
+        """Return the text of the special token at a turn's end; "" if the turn has none.
+
+        It may be part of the turn's text, such as </think> of a turn that was cut, or </tool_call> of
+        rollout.stop.
+        """
+        return self._special.get(ids[-1], "")
+
+    def is_whole(self, ids: list[int]) -> bool:
+        """Return whether the policy ended a turn itself, by a token or by a text of rollout.stop."""
+        return ids[-1] in self._ends or any(stop in self.text_of(ids) for stop in self._stop)
 
     def text_of(self, ids: list[int]) -> str:
         """Decode a turn of the policy, without the token that ends it."""
-        text: str = self._tokenizer.decode(ids[:-1] if self.end_of(ids) else ids)
+        text: str = self._tokenizer.decode(ids[:-1] if ids[-1] in self._ends else ids)
         return text
 
     def parse_turn(self, text: str, turn: int) -> Message:
@@ -285,7 +296,7 @@ class Conversation:
     async def _answer_turn(self, ids: list[int]) -> bool:
         """Send a turn to the environment and append its answer. Return True if that ended the conversation."""
         config, end = self.job.rollout.multi_turn, self.speech.end_of(ids)
-        is_full = not end and not self.rows.room(self.row)
+        is_full = not self.rows.room(self.row) and not self.speech.is_whole(ids)
         if is_full and not AGENTS[self.agent].calls:
             return self._ended(NO_ROOM)  # the environment gets only whole turns
         request = self._turn(ids, self._was_truncated or is_full)

@@ -13,6 +13,7 @@ import torch
 
 from rolemesh.catalog.agents import AGENTS
 from rolemesh.config import JobConfig
+from rolemesh.data.texts import padding_token
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import EnvironmentFailed, EpisodeLost
 from rolemesh.forwarding import Forwarding
@@ -45,7 +46,7 @@ class Conversing(Forwarding[Rollout]):
         super().__init__(rollout)
         self._environment, self._job = environment, job
         self._speech = Speech(job, tokenizer)
-        self._pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self._pad = padding_token(tokenizer)
 
     async def generate(self, prompts: DataProto) -> AsyncIterator[DataProto]:
         """Generate as Rollout.generate does, with the columns turns, environment_rewards and conversation too.

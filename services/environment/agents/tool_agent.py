@@ -230,6 +230,7 @@ class ToolConversation:
             )
         except Exception as error:
             said = str(error) if isinstance(error, TookTooLong | WrongArguments) else _said(error)
+            said = said.encode(errors="backslashreplace").decode()  # it may quote half of a surrogate pair
             if self._settings.on_tool_error == "fail" and not isinstance(error, WrongArguments):
                 raise EnvironmentFailed(f"tool {name}: {said}") from error
             return self._failed(call, name, said, time.perf_counter() - began)

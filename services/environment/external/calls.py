@@ -18,7 +18,10 @@ log = logging.getLogger(__name__)
 
 # Keys of a call. These are read.
 READ = {"model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stream"}
-READ |= {"stream_options", "n", "stop", "logprobs", "response_format"}
+READ |= {"stream_options", "stop"}
+# The only value of each, with which it asks for nothing. Clients may send these though nobody set them.
+IDLE = {"n": 1, "logprobs": False, "top_logprobs": 0, "logit_bias": {}, "response_format": {"type": "text"}}
+READ |= IDLE.keys()
 # Ignored. The job sets the sampling, because log-probabilities must belong to the policy's distribution.
 # Validation may also sample differently from training, and the program does not know which one it runs in.
 SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty"}
@@ -124,7 +127,7 @@ def _check_keys(asked: Mapping[str, Any]) -> None:
     for key in sorted(given & SAMPLING - _warned):
         _warned.add(key)
         log.warning("programs ask for %s, which has no effect: the section rollout says how to sample", key)
-    for key, only in (("n", 1), ("logprobs", False), ("response_format", {"type": "text"})):
+    for key, only in IDLE.items():
         if key in given and asked[key] != only:
             raise Refused(400, f"{key} should be {json.dumps(only)}, or be left out", key)
     if asked.get("stop"):

@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from rolemesh.agents.environment import Endpoint
+from rolemesh.config.yaml_file import one_line
 from rolemesh.services.environment.external.calls import Refused, chunks, completion, read
 from rolemesh.services.environment.external.session import Session
+
+log = logging.getLogger(__name__)
+log_of_http = logging.getLogger(f"{__name__}.http")  # aiohttp's own errors
 
 HOST = "127.0.0.1"
 MODEL = "policy"
@@ -111,8 +117,23 @@ async def _with_errors(request: web.Request, handler: Handler) -> web.StreamResp
     return web.json_response(refused.body(), status=refused.status)
 
 
+def _is_of_this_process(record: logging.LogRecord) -> bool:
+    """Log one quiet line, and return False, for an error of a client: it left, or it does not speak HTTP.
+
+    aiohttp logs it with a traceback, as an error of the server.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, ConnectionError | HttpProcessingError):
+        log.info("a client left, or sent no HTTP: %s", one_line(str(error)))
+        return False
+    return True
+
+
+log_of_http.addFilter(_is_of_this_process)
+
+
 async def _started(application: web.Application) -> web.AppRunner:
-    runner = web.AppRunner(application, access_log=None, shutdown_timeout=SHUTDOWN_S)
+    runner = web.AppRunner(application, access_log=None, logger=log_of_http, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     await web.TCPSite(runner, HOST, 0).start()
     return runner

@@ -11,6 +11,7 @@ from rolemesh.errors import InvalidConfig
 from rolemesh.services.environment.interactions.gsm8k import Gsm8kInteraction
 from rolemesh.services.environment.tools.loading import class_of, entries_of
 
+INTERACTIONS_PATH = "rollout.multi_turn.interaction_config_path"
 # Classes of verl that have a counterpart here.
 COUNTERPARTS = {
     "verl.interactions.gsm8k_interaction.Gsm8kInteraction": (
@@ -35,7 +36,8 @@ def interactions_of(job: JobConfig) -> dict[str, BaseInteraction]:
         return {"gsm8k": Gsm8kInteraction({**of_gsm8k, "name": "gsm8k"})}
     file = Path(path)
     made: dict[str, BaseInteraction] = {}
-    for index, entry in enumerate(entries_of(file, "interaction", ("name", "class_name", "config"))):
+    entries = entries_of(file, INTERACTIONS_PATH, "interaction", ("name", "class_name", "config"))
+    for index, entry in enumerate(entries):
         where = f"{file}: interaction {index + 1}"
         cls = class_of(entry, where, COUNTERPARTS)
         name = entry.get("name") or _named_after(str(entry["class_name"]))

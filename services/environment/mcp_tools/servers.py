@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shlex
 import threading
 from collections.abc import Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager
@@ -12,11 +13,12 @@ from typing import Any, TypeVar
 from mcp import Client, MCPError
 from mcp.client._transport import TransportStreams
 from mcp_types import CONNECTION_CLOSED, CallToolResult, Tool
+from pydantic import ValidationError
 
 from rolemesh.config.rollout import McpServerConfig
 from rolemesh.config.yaml_file import one_line
 from rolemesh.errors import InvalidConfig
-from rolemesh.services.environment.mcp_tools.transports import over_http, over_stdio
+from rolemesh.services.environment.mcp_tools.transports import ProgramMissing, over_http, over_stdio
 from rolemesh.tasks import gather
 from rolemesh.wire.limits import MAX_TOOLS
 
@@ -145,29 +147,46 @@ class _Server:
             connection.end()
 
     async def tools(self) -> list[Tool]:
-        where = f"rollout.multi_turn.mcp_servers.{self._name}"
+        config = self._config
+        where = f"rollout.multi_turn.mcp_servers.{self._name}.{'command' if config.command else 'url'}"
+        command = shlex.join(config.command)
         try:
             async with asyncio.timeout(self._timeout_s):
-                client = await self._connected().client()
-                tools: list[Tool] = []
-                cursor: str | None = None
-                while True:
-                    page = await client.list_tools(cursor=cursor)
-                    tools += page.tools
-                    if len(tools) > MAX_TOOLS:
-                        raise InvalidConfig(f"{where}: it offers more than {MAX_TOOLS} tools")
-                    cursor = page.next_cursor
-                    if not cursor or not page.tools:
-                        return tools
-        except InvalidConfig:
-            raise
+                return await self._listed(await self._connected().client())
         except TimeoutError as error:
             raise InvalidConfig(
-                f"{where}: {self._config} did not answer in {self._timeout_s:g} s "
+                f"{where}: {command or config.url} did not answer in {self._timeout_s:g} s "
                 "(rollout.multi_turn.call_timeout_s)"
             ) from error
+        except ProgramMissing as error:
+            raise InvalidConfig(
+                f"{where}: {config.command[0]!r} is not there, or not executable; correct the path, or install "
+                "the program where the environment runs"
+            ) from error
         except Exception as error:
-            raise InvalidConfig(f"{where}: {self._config} has no tools: {said(error)}") from error
+            cause = _cause(error)
+            if command and isinstance(cause, MCPError) and cause.code == CONNECTION_CLOSED:
+                raise InvalidConfig(
+                    f"{where}: `{command}` ended before it listed its tools; see its standard error in the log "
+                    "of the environment, or run it by hand there"
+                ) from error
+            raise InvalidConfig(
+                f"{where}: the tools of {command or config.url} cannot be listed: {said(error)}"
+            ) from error
+
+    async def _listed(self, client: Client) -> list[Tool]:
+        """Return all pages of the list of tools. A page without a new tool is the last one."""
+        tools: list[Tool] = []
+        cursor: str | None = None
+        while True:
+            page = await client.list_tools(cursor=cursor)
+            new = [tool for tool in page.tools if tool not in tools]
+            tools += new
+            if len(tools) > MAX_TOOLS:
+                raise ValueError(f"there are more than {MAX_TOOLS}")
+            cursor = page.next_cursor
+            if not cursor or not new:
+                return tools
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> CallToolResult:
         connection = self._connected()
@@ -183,6 +202,9 @@ class _Server:
         except MCPError as error:
             # A live server refused the call. Over HTTP it may also mean that no server answered.
             is_lost = not self._config.command or error.code == CONNECTION_CLOSED
+            raise
+        except ValidationError:  # of an answer
+            is_lost = False
             raise
         except asyncio.CancelledError:
             is_lost = connection.answered == answered  # it answered no other call meanwhile, so it hangs
@@ -201,6 +223,11 @@ class _Server:
 
 def said(error: BaseException) -> str:
     """Return an error as one line; of a group of errors, the first."""
+    cause = _cause(error)
+    return one_line(f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__)
+
+
+def _cause(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return one_line(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+    return error

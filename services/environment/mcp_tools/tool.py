@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import jsonschema
-from jsonschema.protocols import Validator
-from mcp_types import CallToolResult, JSONRPCRequest, TextContent, Tool
-from referencing import Registry
+from mcp_types import (
+    CallToolResult,
+    EmbeddedResource,
+    JSONRPCRequest,
+    TextContent,
+    TextResourceContents,
+    Tool,
+)
 
 from rolemesh.agents.tools import BaseTool, FunctionSchema, ToolResponse, ToolSchema, WrongArguments
 from rolemesh.config.rollout import MultiTurnConfig
 from rolemesh.config.yaml_file import one_line
 from rolemesh.errors import InvalidConfig
 from rolemesh.services.environment.mcp_tools.servers import Servers, said
+from rolemesh.services.environment.tools.arguments import Arguments
 
 
 class ToolError(Exception):
@@ -33,23 +38,19 @@ class McpTool(BaseTool):
             function = FunctionSchema(
                 name=tool.name, description=tool.description or "", parameters=tool.input_schema
             )
-            cls = jsonschema.validators.validator_for(tool.input_schema, jsonschema.Draft202012Validator)
-            cls.check_schema(tool.input_schema)
-        except (ValueError, jsonschema.SchemaError) as error:
+            self._arguments = Arguments(tool.input_schema)
+        except ValueError as error:
             raise InvalidConfig(
                 f"rollout.multi_turn.mcp_servers.{server}: tool {tool.name!r:.100} has no valid schema: "
                 f"{one_line(str(error))}"
             ) from error
         super().__init__({}, ToolSchema(type="function", function=function))
         self._servers, self._server = servers, server
-        self._validator: Validator = cls(tool.input_schema, registry=Registry())  # fetches no $ref
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        if (wrong := next(self._validator.iter_errors(parameters), None)) is not None:
-            at = "".join(f"{part}: " for part in wrong.absolute_path)
-            raise WrongArguments(f"{at}{one_line(wrong.message)}")
+        self._arguments.check(parameters)
         _check_that_json_has(self.name, parameters)
         try:
             result = await self._servers.call(self._server, self.name, parameters)
@@ -83,7 +84,7 @@ def _check_that_json_has(name: str, parameters: dict[str, Any]) -> None:
     """Refuse arguments that the transport cannot write. Its failure would end the session of all calls.
 
     Raises:
-        WrongArguments: a lone surrogate, or 255 levels of nesting.
+        WrongArguments: they have 255 levels of nesting.
     """
     params = {"name": name, "arguments": parameters, "_meta": {}}
     try:
@@ -93,8 +94,34 @@ def _check_that_json_has(name: str, parameters: dict[str, Any]) -> None:
 
 
 def _text_of(result: CallToolResult) -> str:
-    """Return the text of an answer, with the kind of each part that is not text, such as a picture."""
-    parts = [each.text if isinstance(each, TextContent) else f"({each.type})" for each in result.content]
-    if not parts and result.structured_content is not None:
-        return json.dumps(result.structured_content, ensure_ascii=False)
+    """Return an answer as text: its parts, and its structured content unless a text repeats it."""
+    parts = [_part_of(each) for each in result.content]
+    structured = result.structured_content
+    if structured is not None and not _repeats(parts, structured):
+        parts.append(json.dumps(structured, ensure_ascii=False))
     return "\n".join(parts)
+
+
+def _part_of(content: Any) -> str:
+    """Return a text, also of an embedded resource; of anything else, such as a picture, the kind."""
+    if isinstance(content, EmbeddedResource) and isinstance(content.resource, TextResourceContents):
+        return content.resource.text
+    return content.text if isinstance(content, TextContent) else f"({content.type})"
+
+
+def _repeats(parts: list[str], structured: Any) -> bool:
+    """Return whether texts say the same as structured content: one says all of it, or each says an item.
+
+    The protocol's libraries write both, and put a result that is no object under the key `result`.
+    """
+    wrapped = isinstance(structured, dict) and structured.keys() == {"result"}
+    values = [_value_of(part) for part in parts]
+    wanted = [structured, structured["result"]] if wrapped else [structured]
+    return bool(parts) and any(each in wanted for each in (*parts, *values, parts, values))
+
+
+def _value_of(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

@@ -1,4 +1,4 @@
-"""Connections to MCP servers, which bound the size of the messages that they read."""
+"""Connections to MCP servers, which bound what they read: the size of messages, and the fields of tools."""
 
 from __future__ import annotations
 
@@ -9,13 +9,23 @@ import shutil
 import signal
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from types import TracebackType
+from typing import Any
 
 import anyio
 import httpx2
-from mcp.client._transport import TransportStreams
+from mcp.client._transport import ReadStream, TransportStreams
 from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.message import SessionMessage
-from mcp_types import INTERNAL_ERROR, ErrorData, JSONRPCError, jsonrpc_message_adapter
+from mcp_types import (
+    INTERNAL_ERROR,
+    PARSE_ERROR,
+    ErrorData,
+    JSONRPCError,
+    JSONRPCResponse,
+    jsonrpc_message_adapter,
+)
+from pydantic import ValidationError
 
 from rolemesh.sandbox.parent import group_that_dies_with_me
 from rolemesh.wire.limits import MAX_ANSWER_BYTES
@@ -23,12 +33,17 @@ from rolemesh.wire.limits import MAX_ANSWER_BYTES
 ENDS_S = 2.0  # time limit for a server to end by itself
 INHERITED = ("HOME", "LANG", "LC_ALL", "PATH", "TMPDIR")  # environment variables that servers get from the role
 
+USED = ("name", "description", "inputSchema")  # of a tool
 TOO_LONG = f"the answer has more than {MAX_ANSWER_BYTES} bytes"
-END_BYTES = 256  # kept of the beginning, and of the end, of a message that is too long
+END_BYTES = 256  # at the beginning, and at the end, of a message that is not read: they name its call
 # A response begins with its result or error, or with its id and then these; or its id comes last.
 _VERSION, _ID = rb'"jsonrpc"\s*:\s*"2\.0"\s*', rb'"id"\s*:\s*"?(\d+)"?\s*'
 RESPONSE = re.compile(rb'\s*\{\s*(?:%b,\s*|%b,\s*)*"(?:result|error)"' % (_VERSION, _ID))
 LAST = re.compile(rb"(?<!\\)%b(?:,\s*%b)?\}\s*$" % (_ID, _VERSION))
+
+
+class ProgramMissing(ValueError):
+    """A program is not there, or not executable."""
 
 
 @asynccontextmanager
@@ -43,10 +58,11 @@ async def over_stdio(command: Sequence[str], env: Sequence[str]) -> AsyncGenerat
         env: names of further environment variables that it gets, besides INHERITED.
 
     Raises:
-        ValueError: the program is missing or not executable, or a variable is not set.
+        ProgramMissing: the program is missing or not executable.
+        ValueError: a variable is not set.
     """
     if shutil.which(command[0]) is None:
-        raise ValueError("it cannot be started: it is not there, or not executable")
+        raise ProgramMissing(command[0])
     if absent := [name for name in env if name not in os.environ]:
         raise ValueError(f"env names {', '.join(absent)}, which is not set")
     process = await asyncio.create_subprocess_exec(
@@ -82,7 +98,7 @@ async def over_stdio(command: Sequence[str], env: Sequence[str]) -> AsyncGenerat
             tasks.start_soon(reading)
             tasks.start_soon(writing)
             try:
-                yield read, write
+                yield _UsedFields(read), write
             finally:
                 tasks.cancel_scope.cancel()
     finally:
@@ -109,9 +125,9 @@ async def next_message(stdout: asyncio.StreamReader) -> SessionMessage | Excepti
     """Read a line. If it exceeds the reader's limit, at most that much of it is in memory at a time.
 
     Returns:
-        The message. For a response that is too long, an error response to the same call. For any other line
-        that is too long or not a message, an exception. None at the end of the stream, or if a response that is
-        too long names no call.
+        The message. For a response that is too long or that cannot be parsed, an error response to the same
+        call. For any other such line, an exception. None at the end of the stream, or if such a response names
+        no call.
     """
     head, tail = b"", b""
     while True:
@@ -126,22 +142,72 @@ async def next_message(stdout: asyncio.StreamReader) -> SessionMessage | Excepti
                 return None
             line = end.partial
             break
-    if not head:
-        return _message_of(line)
+    if head:
+        return _refused(head, tail + line, INTERNAL_ERROR, TOO_LONG)
+    try:
+        return SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        why = first["msg"] if first["type"] == "json_invalid" else "it is no message of JSON-RPC"
+        return _refused(line[:END_BYTES], line, PARSE_ERROR, f"the answer cannot be read: {why}")
+
+
+def _refused(head: bytes, tail: bytes, code: int, why: str) -> SessionMessage | Exception | None:
+    """Return what `next_message` returns for a line that is not read, with such a beginning and end."""
     if not (response := RESPONSE.match(head)):
-        return ValueError(TOO_LONG)
-    asked = response[1] or ((last := LAST.search((tail + line)[-END_BYTES:])) and last[1])
+        return ValueError(why)
+    asked = response[1] or ((last := LAST.search(tail[-END_BYTES:])) and last[1])
     if not asked:
         return None
-    error = ErrorData(code=INTERNAL_ERROR, message=TOO_LONG)
+    error = ErrorData(code=code, message=why)
     return SessionMessage(JSONRPCError(jsonrpc="2.0", id=int(asked), error=error))
 
 
-def _message_of(line: bytes) -> SessionMessage | Exception:
-    try:
-        return SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
-    except ValueError as error:
-        return error
+class _UsedFields:
+    """A stream of messages, in which a list of tools has only the fields of each tool that are used here.
+
+    The library would refuse the whole list for an invalid outputSchema, and an answer in text alone for a valid
+    one.
+    """
+
+    def __init__(self, stream: ReadStream[SessionMessage | Exception]) -> None:
+        self._stream = stream
+
+    @property
+    def last_context(self) -> Any:
+        return getattr(self._stream, "last_context", None)
+
+    async def receive(self) -> SessionMessage | Exception:
+        return _with_used_fields(await self._stream.receive())
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+    def __aiter__(self) -> _UsedFields:
+        return self
+
+    async def __anext__(self) -> SessionMessage | Exception:
+        return _with_used_fields(await anext(self._stream))
+
+    async def __aenter__(self) -> _UsedFields:
+        await self._stream.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return await self._stream.__aexit__(kind, error, trace)
+
+
+def _with_used_fields(message: SessionMessage | Exception) -> SessionMessage | Exception:
+    if isinstance(message, SessionMessage) and isinstance(message.message, JSONRPCResponse):
+        result = message.message.result
+        if isinstance(tools := result.get("tools"), list):
+            result["tools"] = [
+                {key: tool[key] for key in USED if key in tool} if isinstance(tool, dict) else tool
+                for tool in tools
+            ]
+    return message
 
 
 @asynccontextmanager
@@ -164,9 +230,9 @@ async def over_http(url: str, headers: Mapping[str, str]) -> AsyncGenerator[Tran
     async with (
         # no proxy of the environment, which would get the calls and the headers
         httpx2.AsyncClient(headers=values, transport=transport, timeout=timeout, trust_env=False) as client,
-        streamable_http_client(url, http_client=client, max_sse_event_size=MAX_ANSWER_BYTES) as streams,
+        streamable_http_client(url, http_client=client, max_sse_event_size=MAX_ANSWER_BYTES) as (read, write),
     ):
-        yield streams
+        yield _UsedFields(read), write
 
 
 class _Bounded(httpx2.AsyncBaseTransport):

@@ -11,6 +11,7 @@ from inspect import Parameter, iscoroutinefunction, signature
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_jsonable_python
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
@@ -21,7 +22,9 @@ from rolemesh.config.rollout import MultiTurnConfig
 from rolemesh.config.yaml_file import one_line, read_yaml
 from rolemesh.errors import InvalidConfig
 from rolemesh.services.environment.running import Threads
+from rolemesh.services.environment.tools.arguments import Arguments
 
+TOOLS_PATH = "rollout.multi_turn.tool_config_path"
 # Classes of verl that have a counterpart here, for jobs written for verl where it is not installed.
 COUNTERPARTS = {"verl.tools.gsm8k_tool.Gsm8kTool": "rolemesh.services.environment.tools.gsm8k.Gsm8kTool"}
 
@@ -84,7 +87,8 @@ def tools_in(file: Path) -> list[BaseTool]:
         InvalidConfig: the file cannot be read, or a tool cannot be made; the message names both.
     """
     made: list[BaseTool] = []
-    for index, entry in enumerate(entries_of(file, "tools", ("class_name", "config", "tool_schema"))):
+    entries = entries_of(file, TOOLS_PATH, "tools", ("class_name", "config", "tool_schema"))
+    for index, entry in enumerate(entries):
         where = f"{file}: tool {index + 1}"
         schema = entry.get("tool_schema")
         cls = class_of(entry, where, COUNTERPARTS)
@@ -96,18 +100,27 @@ def tools_in(file: Path) -> list[BaseTool]:
     return made
 
 
-def entries_of(file: Path, key: str, known: tuple[str, ...]) -> list[dict[str, Any]]:
+def entries_of(file: Path, setting: str, key: str, known: tuple[str, ...]) -> list[dict[str, Any]]:
     """Return the list under a key of a YAML file.
 
     Args:
         file: the file.
+        setting: the key of the job file that names it.
         key: of the list.
         known: the keys that a section of the list may have.
 
     Raises:
-        InvalidConfig: it is not a list of sections, or a section has another key.
+        InvalidConfig: the file cannot be read, it has no list of sections, or a section has another key.
     """
-    entries = read_yaml(file).get(key)
+    try:
+        entries = read_yaml(file).get(key)
+    except InvalidConfig as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise InvalidConfig(f"{setting}: {error}") from error
+        raise InvalidConfig(
+            f"{setting}: there is no file {file.absolute()}; correct the path, or write there the list {key}: "
+            f"of sections with {', '.join(known)}"
+        ) from error
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise InvalidConfig(f"{file}: {key} should be a list of sections with {', '.join(known)}")
     for entry in entries:
@@ -152,7 +165,9 @@ def _imported(path: str) -> Callable[..., Any]:
 
 
 class FunctionTool(BaseTool):
-    """A function as a tool. A function that is not async runs on a thread.
+    """A function as a tool. Its arguments are checked against its schema.
+
+    A function that is not async runs on a thread.
 
     Args:
         name: of the tool.
@@ -175,6 +190,13 @@ class FunctionTool(BaseTool):
         described = FunctionSchema(name=name, description=schema["description"], parameters=parameters)
         super().__init__({}, ToolSchema(type="function", function=described))
         self._function, self._threads = function, threads
+        try:
+            self._arguments = Arguments(_with_null(parameters))
+        except ValueError as error:
+            raise InvalidConfig(
+                f"tool {name}: its type hints have no JSON schema: {one_line(str(error))}; use text, numbers, "
+                "lists and dicts"
+            ) from error
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
@@ -184,11 +206,30 @@ class FunctionTool(BaseTool):
         except TypeError as error:
             expected = ", ".join(self.tool_schema.function.parameters.get("properties", {}))
             raise WrongArguments(f"{error}; the arguments are {expected or 'none'}") from None
+        self._arguments.check(parameters)
         if iscoroutinefunction(self._function):
             answer = await self._function(**parameters)
         else:
             answer = await self._threads.run(partial(self._function, **parameters))
         return ToolResponse(text=_text_of(answer)), 0.0, {}
+
+
+def _with_null(schema: Any) -> Any:
+    """Return a schema in which null is a type where transformers writes OpenAPI's `nullable`."""
+    if isinstance(schema, list):
+        return [_with_null(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    plain = {key: _with_null(part) for key, part in schema.items()}
+    if plain.get("nullable") is not True:  # a dict: the argument of that name
+        return plain
+    if "type" in plain:
+        types = plain["type"]
+        plain["type"] = [*(types if isinstance(types, list) else [types]), "null"]
+    for key, null in (("anyOf", {"type": "null"}), ("enum", None)):
+        if key in plain:
+            plain[key] = [*plain[key], null]
+    return plain
 
 
 # --------------------------------------------------------- classes, of verl's shape and its older one
@@ -210,8 +251,16 @@ async def executed(
     """Run a call of a tool, and return its answer with its reward.
 
     Raises:
-        ValueError: the tool did not return (answer, reward, numbers).
+        WrongArguments: a text in the arguments is no UTF-8 text.
+        TypeError, ValueError: the tool did not return (answer, reward, numbers), or its answer is no text.
     """
+    try:
+        json.dumps(parameters, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        lone = error.object[error.start]
+        raise WrongArguments(
+            f"the arguments have {lone!r}, half of a surrogate pair; write both halves, or the character itself"
+        ) from None
     returned = await tool.execute(instance_id, parameters, **execute_kwargs)
     if not isinstance(returned, tuple) or len(returned) != 3:
         raise ValueError(f"execute should return (answer, reward, numbers); it returned {returned!r:.100}")
@@ -241,12 +290,40 @@ def schema_of(tool: BaseTool) -> dict[str, Any]:
 
 
 def _text_of(answer: Any) -> str:
-    """Return an answer as text: itself, its `text`, or JSON."""
-    if isinstance(answer, str):
-        return answer
-    if hasattr(answer, "text"):
-        return answer.text or ""
-    return json.dumps(answer, ensure_ascii=False)
+    """Return an answer as text: itself, its `text`, or JSON. None is the empty text.
+
+    Raises:
+        TypeError: it is none of these.
+        ValueError: it has half of a surrogate pair, which no UTF-8 text has.
+    """
+    said = getattr(answer, "text", answer)
+    if said is None:
+        return ""
+    if not isinstance(said, str):
+        try:
+            said = json.dumps(said, ensure_ascii=False, default=_in_json)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TypeError(
+                f"the tool's return value {answer!r:.100} ({type(answer).__name__}) is neither a text nor "
+                f"JSON: {error}"
+            ) from error
+    try:
+        said.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the tool's return value {answer!r:.100} is no UTF-8 text: {error.reason} at character "
+            f"{error.start}"
+        ) from error
+    return str(said)
+
+
+def _in_json(value: Any) -> Any:
+    """Return a value that JSON does not have as one that it has: a date as text, an array as a list."""
+    if hasattr(value, "tolist"):  # of NumPy or torch
+        return value.tolist()
+    if isinstance(value, set | frozenset):  # in an order that does not change from process to process
+        return sorted(value, key=lambda each: json.dumps(each, default=_in_json))
+    return to_jsonable_python(value)
 
 
 def _said(error: Exception) -> str:
