@@ -36,7 +36,7 @@ from rolemesh.models.tiny import make_tiny_model
 from rolemesh.roles import methods
 from rolemesh.rpc.calling.clients import RolloutClient
 from rolemesh.services.processes.environments import role_environment
-from rolemesh.services.rollout.engines.ending import declared_eos, end_tokens
+from rolemesh.services.rollout.engines.ending import end_tokens
 from rolemesh.services.rollout.engines.vllm.arguments import (
     engine_arguments,
     prepare_environment,
@@ -97,7 +97,7 @@ async def in_process(job: JobConfig) -> AsyncIterator[Contestant]:
     outline = load_outline(job.actor.model, "rollout")
     decided = job.with_dtypes(resolve_device(job.trainer.device).type)
     llm: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(decided, outline)))
-    arguments = sampling_arguments(job, job.rollout, end_tokens(job, declared_eos(job, outline))[0])
+    arguments = sampling_arguments(job, job.rollout, end_tokens(job)[0])
 
     async def generate(prompts: DataProto) -> Turn:
         began = time.perf_counter()

@@ -127,6 +127,11 @@ class PolicyModelConfig(TrainedModelConfig):
         "", description="start from this adapter and its target modules; empty: from a new adapter"
     )
 
+    custom_chat_template: str | None = Field(
+        None,
+        description="the text of a chat template (Jinja), in place of the tokenizer's; checkpoints keep it",
+    )
+
     @model_validator(mode="after")
     def _targets_can_be_looked_for(self) -> "PolicyModelConfig":
         targets = self.target_modules
@@ -206,7 +211,7 @@ class CriticModelConfig(TrainedModelConfig):
 class OptimConfig(Config):
     lr: float = Field(1e-6, gt=0, description="AdamW's learning rate, the maximum of the schedule")
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="shape of the decay after the warm-up, until trainer.total_training_steps"
+        "constant", description="shape of the decay after the warm-up, until the run's last step"
     )
     min_lr_ratio: float = Field(
         0.0, ge=0, le=1, description="linear, cosine: final learning rate, as a share of lr"
@@ -215,7 +220,7 @@ class OptimConfig(Config):
         -1, ge=-1, description="training steps in which the rate rises from 0; 0 or -1: lr_warmup_steps_ratio"
     )
     lr_warmup_steps_ratio: float = Field(
-        0.0, ge=0, le=1, description="warm-up as a share of trainer.total_training_steps; 0: no warm-up"
+        0.0, ge=0, le=1, description="warm-up as a share of the run's training steps; 0: no warm-up"
     )
     weight_decay: float = Field(0.01, ge=0, description="AdamW's weight decay; 0: none")
     betas: tuple[DecayRate, DecayRate] = Field(

@@ -19,10 +19,12 @@ from numpy.typing import NDArray
 from rolemesh.catalog.agents import AGENTS, ONE_TURN
 from rolemesh.config.data import DataConfig
 from rolemesh.config.reward import RewardConfig
-from rolemesh.data.messages import is_chat, unwritten, without_none
+from rolemesh.data.messages import as_read, is_chat, unwritten
 from rolemesh.data.order import Rows, permutation
 from rolemesh.data.progress_bar import track
 from rolemesh.data.source import load_rows
+from rolemesh.data.templates import check_template, writes_arguments_as_text
+from rolemesh.data.texts import padding_token
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, InvalidData
 from rolemesh.rules.checking import check_ground_truth
@@ -74,13 +76,11 @@ class PromptDataset:
         scored: bool = True,
         reward: RewardConfig | None = None,
     ) -> None:
-        if not getattr(tokenizer, "chat_template", None):
-            raise InvalidData(
-                f"the tokenizer of {tokenizer.name_or_path!r} has no chat template, which prompts need"
-            )
+        check_template(tokenizer, config.apply_chat_template_kwargs)
+        self._as_text = writes_arguments_as_text(tokenizer, config.apply_chat_template_kwargs)
         self.config, self.split, self._agents, self._scored = config, split, agents, scored
         self._reward = reward
-        self.pad_id: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self.pad_id = padding_token(tokenizer)
         self._source = load_rows(files, config, split, "prompts" if scored else "bare prompts")
         self._most_characters = config.max_prompt_length * longest_token(tokenizer)
         limit = config.train_max_samples if split == "train" else config.val_max_samples
@@ -94,6 +94,7 @@ class PromptDataset:
                 self._ids.append(np.array(kept, np.int32))
                 self.positions.append(position)
         self.num_filtered = len(positions) - len(self._ids)
+        self.left_out = left_out(len(self._source), len(positions), self.num_filtered, split)
         if self.num_filtered:
             logger.info(
                 "%s: filtered out %d of %d prompts, longer than data.max_prompt_length %d",
@@ -187,7 +188,10 @@ class PromptDataset:
                 f"should hold a list of {{role, content}}, both text; it holds {prompt!r:.200}",
             )
         del row[self.config.prompt_key]  # saves memory: only the ids are needed from here on
-        messages = without_none(prompt)
+        try:
+            messages = as_read(prompt, arguments_as_text=self._as_text)
+        except InvalidData as error:
+            raise self._wrong(position, self.config.prompt_key, str(error)) from None
         tools = self._tools_of(position, row)
         opens = True
         if self._agents:
@@ -380,3 +384,20 @@ def limited(num_rows: int, limit: int, config: DataConfig) -> Rows:
     if limit == 0:
         raise InvalidData("data.train_max_samples or data.val_max_samples is 0, which leaves no rows")
     return np.sort(permutation(num_rows, config.seed, 0)[:limit]) if config.shuffle else np.arange(limit)
+
+
+def left_out(num_rows: int, num_chosen: int, num_filtered: int, split: str) -> str:
+    """Say how many rows of a file are left out, and by which keys; empty: none.
+
+    Args:
+        num_rows: of all files.
+        num_chosen: those that `limited` chose.
+        num_filtered: longer prompts among them.
+        split: "train" or "val".
+    """
+    counts = {
+        f"data.{split}_max_samples": num_rows - num_chosen,
+        "data.filter_overlong_prompts": num_filtered,
+    }
+    reasons = ", ".join(f"{count} by {key}" for key, count in counts.items() if count)
+    return f"left out of {num_rows} rows: {reasons}" if reasons else ""

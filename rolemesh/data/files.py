@@ -13,11 +13,13 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
 
 from rolemesh.config.data import DataConfig
+from rolemesh.data.json_cells import decoded, holds_json
 from rolemesh.data.json_lines import is_json_lines, read_json_table, records, table_of
 from rolemesh.data.parquet import read_table, read_whole
 from rolemesh.errors import InvalidData
@@ -30,6 +32,7 @@ class FileRows:
         files: Parquet files, or JSON Lines by their names (.jsonl, .json, also with .gz).
         required: columns that every file must have.
         optional: columns that are read if a file has them. Other columns are not read.
+        keys: the job file's key that names a column, by the column; errors name it.
 
     Raises:
         InvalidData: no file, no such file, not of its kind, a file without rows or without a required column, a
@@ -37,12 +40,16 @@ class FileRows:
     """
 
     def __init__(
-        self, files: Sequence[str | Path], required: Sequence[str], optional: Sequence[str] = ()
+        self,
+        files: Sequence[str | Path],
+        required: Sequence[str],
+        optional: Sequence[str] = (),
+        keys: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         if not files:
             raise InvalidData("no file given (data.train_files, data.val_files)")
         self.files = [Path(file) for file in files]
-        self._tables = [_read(file, required, optional) for file in self.files]
+        self._tables = [_read(file, required, optional, keys) for file in self.files]
         self._ends = list(accumulate(len(table) for table in self._tables))
 
     def __len__(self) -> int:
@@ -52,6 +59,7 @@ class FileRows:
         """Return the rows at these positions, counted over all files.
 
         A key within a cell that is null in Parquet is left out: Arrow gives every row the keys of all rows.
+        Cells of Arrow's JSON type are decoded, and keep their nulls.
         """
         places = [self._find(position) for position in positions]
         rows: list[dict[str, Any]] = []
@@ -60,7 +68,12 @@ class FileRows:
             together = [at for _, (_, at) in run]
             table = self._tables[file]
             cells = table.slice(together[0], len(together)).to_pylist()
-            rows += [without_fill_ins(row) for row in cells] if isinstance(table, pa.Table) else cells
+            if isinstance(table, pa.Table):
+                kinds = {field.name: field.type for field in table.schema if holds_json(field.type)}
+                cells = [without_fill_ins(row) for row in cells]
+                for row in cells if kinds else ():
+                    row |= {name: decoded(row[name], kind) for name, kind in kinds.items()}
+            rows += cells
         return rows
 
     def where(self, row: int) -> str:
@@ -98,7 +111,13 @@ def _without_nulls(value: Any) -> Any:
 def read_rows(files: Sequence[str | Path], config: DataConfig, split: str) -> FileRows:
     """Return the rows of Parquet and JSON Lines files: the data set "parquet"."""
     required = dict.fromkeys((config.prompt_key, config.reward_fn_key, config.reward_model_key))
-    return FileRows(files, tuple(required), ("extra_info", "agent_name"))
+    return FileRows(files, tuple(required), ("extra_info", "agent_name"), keys_of_columns(config))
+
+
+def keys_of_columns(config: DataConfig) -> dict[str, str]:
+    """Return the keys that name the columns of prompts, by column."""
+    names = ("prompt_key", "reward_fn_key", "reward_model_key")
+    return {getattr(config, name): f"data.{name}" for name in names}
 
 
 def read_answered_rows(files: Sequence[str | Path], config: DataConfig, layout: str) -> FileRows:
@@ -143,5 +162,5 @@ def read_all_columns(files: Sequence[Path]) -> pa.Table:
         ) from error
 
 
-def _read(file: Path, required: Sequence[str], optional: Sequence[str]) -> Any:
-    return (read_json_table if is_json_lines(file) else read_table)(file, required, optional)
+def _read(file: Path, required: Sequence[str], optional: Sequence[str], keys: Mapping[str, str]) -> Any:
+    return (read_json_table if is_json_lines(file) else read_table)(file, required, optional, keys)

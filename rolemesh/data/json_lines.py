@@ -1,17 +1,20 @@
-"""Reads JSON Lines: one JSON object a line, in UTF-8, as text or gzip."""
+"""Reads JSON Lines: one JSON object a line, in UTF-8 with or without a byte order mark, as text or gzip."""
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from types import MappingProxyType
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 
-from rolemesh.data.parquet import MAX_COLUMN_BYTES, MAX_COLUMN_VALUES, not_json, warn_of_media
+from rolemesh.data.json_cells import DECODER
+from rolemesh.data.parquet import MAX_COLUMN_BYTES, MAX_COLUMN_VALUES, no_columns, not_json, warn_of_media
 from rolemesh.errors import InvalidData
 
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
@@ -41,8 +44,13 @@ class JsonTable:
         return [{name: row[name] for name in self.column_names if name in row} for row in rows]
 
 
-def read_json_table(file: Path, required: Sequence[str], optional: Sequence[str] = ()) -> JsonTable:
-    """Read and check all rows of a file. They are held as text.
+def read_json_table(
+    file: Path,
+    required: Sequence[str],
+    optional: Sequence[str] = (),
+    keys: Mapping[str, str] = MappingProxyType({}),
+) -> JsonTable:
+    """Read and check all rows of a file. They are held as text. The arguments are those of `read_table`.
 
     Raises:
         InvalidData: no such file, no rows, or as `records`; a row lacks a required column, or one of these
@@ -52,7 +60,7 @@ def read_json_table(file: Path, required: Sequence[str], optional: Sequence[str]
     for at, line, row in records(file):
         where = f"{file}, row {at}"
         if missing := [column for column in required if column not in row]:
-            raise InvalidData(f"{where} has no column {missing}; it has {sorted(row)}")
+            raise no_columns(where, missing, sorted(row), keys)
         for column in (*required, *optional):
             if found := not_json(row.get(column), ""):
                 raise InvalidData(f"{where}: column {column!r} {found}")
@@ -82,7 +90,7 @@ def records(file: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            row = _DECODER.decode(line.decode())
+            row = DECODER.decode(line.decode())
             if b"\\u" in line:
                 json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is not text
         except UnicodeError as error:
@@ -121,24 +129,13 @@ def _lines(file: Path) -> Iterator[bytes]:
         raise InvalidData(f"no such file: {file}")
     try:
         with _opened(file) as opened:
-            while line := opened.readline(MAX_COLUMN_BYTES):
+            line = opened.readline(MAX_COLUMN_BYTES).removeprefix(codecs.BOM_UTF8)
+            while line:
                 yield line
+                line = opened.readline(MAX_COLUMN_BYTES)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise InvalidData(f"{file} cannot be read as gzip: {error}") from error
 
 
 def _opened(file: Path) -> BinaryIO | gzip.GzipFile:
     return gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb")
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
-
-
-def _integer(text: str) -> int:
-    if len(text) > 20 or not -(1 << 63) <= (number := int(text)) < 1 << 64:
-        raise ValueError(f"{text[:40]} has more than 64 bits; write it as text")
-    return number
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_int=_integer)

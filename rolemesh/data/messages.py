@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from rolemesh.errors import InvalidData
 
 Message = Mapping[str, Any]
 MEDIA = ("image", "video", "audio")  # what is not text, by the types of parts: image, image_url, input_audio
@@ -27,9 +30,49 @@ def _is_message(message: dict[str, Any]) -> bool:
     return bool(role) and isinstance(role, str) and (isinstance(content, str | list) or says_else)
 
 
-def without_none(messages: Sequence[Message]) -> list[Message]:
-    """Drop keys that Arrow adds from other rows' messages with value None: a template may test "is defined"."""
-    return [{k: v for k, v in message.items() if v is not None} for message in messages]
+def as_read(messages: Sequence[Message], *, arguments_as_text: bool = False) -> list[Message]:
+    """Return messages as chat templates read them.
+
+    Keys with value None are dropped: Arrow adds them from other rows' messages, and a template may test "is
+    defined". The arguments of tool calls become mappings; OpenAI's API has them as JSON text, which a template
+    would encode once more.
+
+    Args:
+        messages: of a row.
+        arguments_as_text: the template takes the arguments as JSON text alone.
+
+    Raises:
+        InvalidData: arguments are no mapping and no JSON text of one.
+    """
+    without_none = [{k: v for k, v in message.items() if v is not None} for message in messages]
+    return [_with_arguments(message, arguments_as_text) for message in without_none]
+
+
+def _with_arguments(message: Message, as_text: bool) -> Message:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_call(call, as_text) for call in calls]}
+
+
+def _call(call: Any, as_text: bool) -> Any:
+    """Return a call with its arguments in the form wanted; they are in its function, or in the call itself."""
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(inner := call.get("function"), Mapping):
+        return {**call, "function": _call(inner, as_text)}
+    given = call.get("arguments")
+    if given is None:
+        return call
+    try:
+        arguments = (json.loads(given) if given.strip() else {}) if isinstance(given, str) else given
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, Mapping):
+        raise InvalidData(
+            f"has a tool call whose arguments should be a mapping, or JSON text of one; they are {given!r:.200}"
+        )
+    return {**call, "arguments": json.dumps(arguments, ensure_ascii=False) if as_text else arguments}
 
 
 def unwritten(messages: Sequence[Message], text: str) -> str:

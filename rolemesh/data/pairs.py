@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rolemesh.data.messages import Message, is_chat, without_none
+from rolemesh.data.messages import Message, is_chat
 from rolemesh.data.supervised import Conversation, Ids, Row, RowsWithResponses, cell
 
 
@@ -49,6 +49,7 @@ class PairDataset(RowsWithResponses):
                     key,
                     f"should hold the assistant's answer after a prompt; it has {side!r:.200}",
                 )
+        self._check_prompt(position, config.prompt_key if given else keys[0], prompt)
         return [Conversation(key, [*prompt, *side], len(prompt)) for key, side in zip(keys, sides, strict=True)]
 
     def _chat(self, position: int, key: str, value: Any, role: str) -> list[Message]:
@@ -58,7 +59,7 @@ class PairDataset(RowsWithResponses):
         if not is_chat(value):
             wanted = "text or messages" if role else "a conversation, as the row has no prompt"
             raise self._wrong(position, key, f"should hold {wanted}; it holds {value!r:.200}")
-        return without_none(value)
+        return self._messages(position, key, value)
 
     def _row(self, position: int, conversations: list[tuple[Ids, Ids]]) -> Row | None:
         """Join the pair; None if it is too long and filter_overlong_prompts drops it."""

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
@@ -13,6 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rolemesh.data.column_process import TooLarge, read_bounded
+from rolemesh.data.json_cells import decoded
 from rolemesh.errors import InvalidData
 
 logger = logging.getLogger(__name__)
@@ -30,10 +32,20 @@ LONGEST_NUMBER = 32  # bytes of the longest number, a decimal of 256 bits
 SHARED = {"PLAIN", "PLAIN_DICTIONARY", "RLE_DICTIONARY", "RLE", "BIT_PACKED"}
 
 
-def read_table(file: Path, required: Sequence[str], optional: Sequence[str] = ()) -> pa.Table:
+def read_table(
+    file: Path,
+    required: Sequence[str],
+    optional: Sequence[str] = (),
+    keys: Mapping[str, str] = MappingProxyType({}),
+) -> pa.Table:
     """Read these columns of one file. Texts become dictionaries, which hold each distinct text once.
 
     Columns with texts in a delta encoding are read without dictionaries, in a process with bounded memory.
+
+    Args:
+        file: the file.
+        required, optional: its columns.
+        keys: the job file's key that names a column, by the column.
 
     Raises:
         InvalidData: as FileRows. A column is too large above MAX_COLUMN_BYTES or MAX_COLUMN_VALUES.
@@ -45,7 +57,7 @@ def read_table(file: Path, required: Sequence[str], optional: Sequence[str] = ()
         with pq.ParquetFile(file, read_dictionary=_texts(metadata, (*required, *optional))) as opened:
             names = opened.schema_arrow.names
             if missing := [column for column in required if column not in names]:
-                raise InvalidData(f"{file} has no column {missing}; it has {names}")
+                raise no_columns(str(file), missing, names, keys)
             wanted = [column for column in (*required, *optional) if column in names]
             if twice := [column for column in wanted if names.count(column) > 1]:
                 raise InvalidData(f"{file} has two columns {twice[0]!r}")
@@ -61,6 +73,15 @@ def read_table(file: Path, required: Sequence[str], optional: Sequence[str] = ()
     for column in wanted:
         check_cells(table.column(column), f"column {column!r}", file)
     return table
+
+
+def no_columns(
+    where: str, missing: Sequence[str], names: Sequence[str], keys: Mapping[str, str]
+) -> InvalidData:
+    """Return the error for columns that a file lacks; it names the keys by which they are chosen."""
+    found = " and ".join(dict.fromkeys(keys[column] for column in missing if column in keys))
+    way_out = f". Set {found} to the name of the column that holds it" if found else ""
+    return InvalidData(f"{where} has no column {list(missing)}; it has {list(names)}{way_out}")
 
 
 def warn_of_media(file: Path, columns: Iterable[str]) -> None:
@@ -158,7 +179,8 @@ def _read(opened: Any, wanted: Sequence[str], file: Path) -> pa.Table:
 
 def _read_groups(opened: Any, wanted: Sequence[str], file: Path) -> pa.Table:
     """Read columns one row group at a time. Raises InvalidData once a column is too large."""
-    groups, sizes = [opened.schema_arrow.empty_table().select(wanted)], dict.fromkeys(wanted, 0)
+    # Not schema_arrow.empty_table(): Arrow makes none of its JSON type within a list or struct.
+    groups, sizes = [opened.read_row_groups([], columns=wanted).select(wanted)], dict.fromkeys(wanted, 0)
     for at in range(opened.num_row_groups if wanted else 0):
         groups.append(opened.read_row_group(at, columns=wanted).select(wanted))
         for column in wanted:
@@ -211,10 +233,11 @@ def check_cells(column: pa.ChunkedArray, named: str, file: Path) -> None:
     for row in range(len(column)):
         where = f"{file}, row {row}: {named}"
         try:
-            [cell] = column.slice(row, 1).to_pylist()
+            cell = decoded(column.slice(row, 1).to_pylist()[0], column.type)
         except UnicodeDecodeError as error:
             raise InvalidData(f"{where} is not UTF-8: {error.reason} in {error.object!r:.80}") from error
-        except (ValueError, OverflowError, pa.ArrowException) as error:  # e.g. a date outside Python's range
+        # e.g. a date outside Python's range, or text in a column of JSON that is none
+        except (ValueError, OverflowError, RecursionError, pa.ArrowException) as error:
             raise InvalidData(f"{where} of {column.type} cannot be read: {error}") from error
         if found := not_json(cell, ""):
             raise InvalidData(f"{where} {found}")

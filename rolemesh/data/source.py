@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from rolemesh.catalog.catalog import BUILT_IN
 from rolemesh.catalog.datasets import DatasetSpec
 from rolemesh.config.data import DataConfig
-from rolemesh.data.files import FileRows, read_answered_rows, without_fill_ins
+from rolemesh.data.files import FileRows, keys_of_columns, read_answered_rows, without_fill_ins
+from rolemesh.data.parquet import no_columns
 from rolemesh.errors import InvalidData
 from rolemesh.hub import data_file
 
@@ -37,10 +39,17 @@ class GivenRows:
         rows: any sequence of dicts.
         source: the data set.
         required: columns that every row must have.
+        keys: the job file's key that names a column, by the column.
     """
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]], source: DatasetSpec, required: Sequence[str]) -> None:
-        self._rows, self._source, self._required = rows, source, tuple(required)
+    def __init__(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        source: DatasetSpec,
+        required: Sequence[str],
+        keys: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self._rows, self._source, self._required, self._keys = rows, source, tuple(required), keys
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -62,7 +71,7 @@ class GivenRows:
         if not isinstance(row, Mapping):
             raise InvalidData(f"{self.where(position)} should be a dict; it is {row!r:.200}")
         if missing := [column for column in self._required if column not in row]:
-            raise InvalidData(f"{self.where(position)} lacks the columns {missing}; it has {sorted(row)}")
+            raise no_columns(self.where(position), missing, sorted(row), self._keys)
         return without_fill_ins(row)  # a data set may be a table of Arrow's itself
 
 
@@ -81,7 +90,7 @@ def load_rows(
     """
     files = [data_file(file) for file in files]
     if layout == "bare prompts" and config.source.origin == BUILT_IN:
-        return FileRows(files, (config.prompt_key,), ("agent_name",))
+        return FileRows(files, (config.prompt_key,), ("agent_name",), keys_of_columns(config))
     if layout != "prompts" and config.source.origin == BUILT_IN:
         return read_answered_rows(files, config, layout)
     with config.source.errors_named():
@@ -98,4 +107,4 @@ def load_rows(
         raise InvalidData(f"data set {config.dataset} returned no rows for split {split!r}{way_out}")
     scoring = (config.reward_fn_key, config.reward_model_key) if layout == "prompts" else ()
     required = (config.prompt_key, *scoring) if layout in ("prompts", "bare prompts") else ()
-    return GivenRows(rows, config.source, required)
+    return GivenRows(rows, config.source, required, keys_of_columns(config))

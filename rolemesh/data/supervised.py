@@ -15,12 +15,14 @@ import torch
 from numpy.typing import NDArray
 
 from rolemesh.config.data import DataConfig
-from rolemesh.data.assistant import Rendered, render, tokenised
+from rolemesh.data.assistant import Rendered, TurnEnds, render, tokenised
 from rolemesh.data.dataset import TOKENISE_AT_ONCE, digest_of, limited
-from rolemesh.data.messages import Message, is_chat, unwritten, without_none
+from rolemesh.data.messages import Message, as_read, is_chat, unwritten
 from rolemesh.data.order import Rows
 from rolemesh.data.progress_bar import track
 from rolemesh.data.source import load_rows
+from rolemesh.data.templates import OWN_TEMPLATE, check_template, writes_arguments_as_text
+from rolemesh.data.texts import padding_token
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidData
 
@@ -82,12 +84,13 @@ class RowsWithResponses:
         *,
         split: Literal["train", "val"] = "train",
     ) -> None:
-        if not getattr(tokenizer, "chat_template", None):
-            raise InvalidData(
-                f"the tokenizer of {tokenizer.name_or_path!r} has no chat template, which rows need"
-            )
         self.config, self.split, self._variables = config, split, config.apply_chat_template_kwargs
-        self.pad_id: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        check_template(tokenizer, self._variables)
+        self._as_text = writes_arguments_as_text(tokenizer, self._variables)
+        self._ends = TurnEnds(tokenizer)
+        # Turns that are learned, and those of them without a token that ends them.
+        self._num_turns = self._num_endless = 0
+        self.pad_id = padding_token(tokenizer)
         self._source = load_rows(files, config, split, self.layout)
         limit = config.train_max_samples if split == "train" else config.val_max_samples
         positions = limited(len(self._source), limit, config)
@@ -114,6 +117,12 @@ class RowsWithResponses:
             if num_alike:
                 raise InvalidData(f"{of} is left: {num_alike} have equal responses, {num_long} are too long")
             raise InvalidData(f"{of} is short enough")
+        if self._num_endless:
+            logger.warning(
+                "%s: the chat template writes no token that ends a response after %d of %d turns of the "
+                "assistant, so the model does not learn to end there; add it to the template (%s)",
+                split, self._num_endless, self._num_turns, OWN_TEMPLATE,
+            )  # fmt: skip
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -188,12 +197,33 @@ class RowsWithResponses:
     def _rendered(self, position: int, row: Mapping[str, Any], of: Conversation, tokenizer: Any) -> Rendered:
         tools = self._tools(position, row)
         try:
-            rendered = render(tokenizer, of.messages, tools, self._variables)
+            rendered = render(tokenizer, of.messages, tools, self._variables, self._ends)
         except InvalidData as error:
             raise self._wrong(position, of.column, f"cannot be used: {error}") from error
         if found := unwritten(of.messages, rendered.text):
             raise self._wrong(position, of.column, found)
+        given = sum(message.get("role") == "assistant" for message in of.messages[: of.given])
+        learned = rendered.ended[given:]
+        self._num_turns += len(learned)
+        self._num_endless += learned.count(False)
         return rendered
+
+    def _messages(self, position: int, column: str, messages: Sequence[Message]) -> list[Message]:
+        """Return messages as the template reads them."""
+        try:
+            return as_read(messages, arguments_as_text=self._as_text)
+        except InvalidData as error:
+            raise self._wrong(position, column, str(error)) from None
+
+    def _check_prompt(self, position: int, column: str, prompt: Sequence[Message]) -> None:
+        """Refuse a prompt that ends with the assistant's turn: the response would be its next, not its rest."""
+        if prompt[-1].get("role") == "assistant":
+            raise self._wrong(
+                position,
+                column,
+                "ends with a turn of the assistant, and a response would be another turn after it; put this "
+                "turn's text at the beginning of the response",
+            )
 
     def _tools(self, position: int, row: Mapping[str, Any]) -> list[Message]:
         """Return the tools of a row: a list of JSON schemas.
@@ -268,12 +298,13 @@ class SupervisedDataset(RowsWithResponses):
                 raise self._wrong(
                     position, config.prompt_key, f"should hold text or messages; it holds {prompt!r:.200}"
                 )
-            messages = [*(prompt or []), {"role": "assistant", "content": response}]
+            self._check_prompt(position, config.prompt_key, prompt)
+            messages = [*prompt, {"role": "assistant", "content": response}]
         if not is_chat(messages):
             raise self._wrong(
                 position, column, f"should hold a list of {{role, content}}; it holds {messages!r:.200}"
             )
-        return [Conversation(column, without_none(messages))]
+        return [Conversation(column, self._messages(position, column, messages))]
 
     def _row(self, position: int, conversations: list[tuple[Ids, Ids]]) -> Row | None:
         """Cut the conversation as data.truncation says.

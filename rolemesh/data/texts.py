@@ -30,19 +30,46 @@ class ResponseTexts:
 
     def whole(self, ids: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each sequence, also of the end tokens between the messages of a prompt."""
+        if not ids:
+            return []  # transformers takes an empty list for one sequence without tokens
         texts: list[str] = self.tokenizer.batch_decode(ids, skip_special_tokens=self._skip)
         return texts
 
 
 def end_and_padding(tokenizer: Any) -> frozenset[int]:
-    """Return the ids that end or pad a response: the tokenizer's, and those that its directory declares.
+    """Return the ids that end or pad a response."""
+    return end_tokens(tokenizer) | ({tokenizer.pad_token_id} - {None})
 
-    generation_config.json declares several in many chat models. A file that is not there declares none.
+
+def end_tokens(tokenizer: Any) -> frozenset[int]:
+    """Return the ids that end a response: the tokenizer's, and those that its directory declares."""
+    declared = declared_ends(Path(tokenizer.name_or_path)) if tokenizer.name_or_path else []
+    return frozenset[int]().union(*declared, {tokenizer.eos_token_id} - {None})
+
+
+def declared_ends(directory: Path) -> list[frozenset[int]]:
+    """Return the ids that a model directory declares to end a response, by generation_config.json and by
+    config.json.
+
+    The former has several in many chat models. A file that is not there declares none. The library's classes
+    are not asked: some have an id by default, which is any token in another vocabulary.
     """
-    ids = {tokenizer.eos_token_id, tokenizer.pad_token_id}
-    for name in ("generation_config.json", "config.json") if tokenizer.name_or_path else ():
-        file = Path(tokenizer.name_or_path) / name
-        if file.is_file():
-            declared = json.loads(file.read_bytes()).get("eos_token_id")
+    found = []
+    for name in ("generation_config.json", "config.json"):
+        ids: set[Any] = set()
+        file = directory / name
+        settings = json.loads(file.read_bytes()) if file.is_file() else {}
+        for part in (settings, settings.get("text_config") or {}):
+            declared = part.get("eos_token_id")
             ids |= set(declared) if isinstance(declared, list) else {declared}
-    return frozenset(ids - {None})
+        found.append(frozenset(ids - {None}))
+    return found
+
+
+def padding_token(tokenizer: Any) -> int:
+    """Return the id that fills what is masked: the tokenizer's padding, else an end of responses, else any."""
+    if tokenizer.pad_token_id is not None:
+        return int(tokenizer.pad_token_id)
+    return (
+        min(end_tokens(tokenizer), default=0) if tokenizer.eos_token_id is None else int(tokenizer.eos_token_id)
+    )

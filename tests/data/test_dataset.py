@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,66 @@ def test_a_bad_row_is_named_with_file_and_column(tmp_path: Path, rows: list[Any]
     with pytest.raises(InvalidData, match=message) as raised:
         dataset([file])
     assert str(tmp_path) in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_a_column_that_is_not_there_is_named_with_its_key(tmp_path: Path, kind: str) -> None:
+    rows = [{"question": "a", "data_source": "math", "reward_model": {"style": "rule"}}]
+    file = tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        write_rows(file, rows)
+    else:
+        file.write_text(json.dumps(rows[0]))
+    said = r"has no column \['prompt'\]; it has .*'question'.*\. Set data\.prompt_key to the name of the column"
+    with pytest.raises(InvalidData, match=said):
+        dataset([file])
+    with pytest.raises(
+        InvalidData, match=r"lacks? .*Set data\.prompt_key|has no column .*Set data\.prompt_key"
+    ):
+        PromptDataset([file], DataConfig(), TOKENIZER, scored=False)
+
+
+JSON = pa.json_(pa.string())
+
+
+def json_cells(*values: Any) -> pa.Array:
+    texts = [None if value is None else json.dumps(value) for value in values]
+    return pa.ExtensionArray.from_storage(JSON, pa.array(texts, pa.string()))
+
+
+def test_cells_of_arrows_json_type_are_what_their_text_says(tmp_path: Path) -> None:
+    """Whole columns of it, and some within lists of mappings; it keeps its own nulls."""
+    calls = pa.StructArray.from_arrays(
+        [pa.array(["add", "sort"]), json_cells({"a": 1, "b": None}, [2])], names=["name", "arguments"]
+    )
+    prompt, reward = ([*row("a")["prompt"]], {"style": "rule", "ground_truth": "1"})
+    table = pa.table(
+        {
+            "prompt": json_cells(prompt, prompt),
+            "data_source": ["math", "math"],
+            "reward_model": json_cells(reward, reward),
+            "extra_info": pa.StructArray.from_arrays(
+                [pa.ListArray.from_arrays(pa.array([0, 1, 2]), calls), json_cells(None, "x")],
+                names=["calls", "more"],
+            ),
+        }
+    )
+    pq.write_table(table, tmp_path / "a.parquet")
+    batch = dataset([tmp_path / "a.parquet"]).batch([0, 1])
+    assert batch["reward_model"].tolist() == [reward, reward]
+    assert batch["extra_info"].tolist() == [
+        {"calls": [{"name": "add", "arguments": {"a": 1, "b": None}}]},
+        {"calls": [{"name": "sort", "arguments": [2]}], "more": "x"},
+    ]
+    assert TOKENIZER.decode(batch["prompts"][0][batch["prompt_mask"][0]]).startswith("<|im_start|>user\na")
+
+
+def test_text_that_is_not_json_in_a_column_of_it_is_named(tmp_path: Path) -> None:
+    cells = pa.ExtensionArray.from_storage(JSON, pa.array(['{"a": NaN}'], pa.string()))
+    columns = pa.Table.from_pylist([row("a")]).append_column("extra_info", cells)
+    pq.write_table(columns, tmp_path / "a.parquet")
+    with pytest.raises(InvalidData, match=r"row 0: column 'extra_info' of .*json.* cannot be read: NaN is not"):
+        dataset([tmp_path / "a.parquet"])
 
 
 def test_a_bad_file_is_named(tmp_path: Path) -> None:

@@ -46,6 +46,13 @@ def test_rows_are_those_of_the_file_and_may_differ_in_shape(
     assert data.batch([1])["reward_model"].tolist() == [{"ground_truth": ["3", "three"]}]
 
 
+@pytest.mark.parametrize("name", ["train.jsonl", "train.jsonl.gz"])
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path, name: str) -> None:
+    text = "\ufeff" + "\n".join(map(json.dumps, [row(1), row(2)]))
+    source = load_rows([str(written(tmp_path / name, text))], DataConfig(), "train")
+    assert source.rows([0, 1]) == [row(1), row(2)]
+
+
 def as_json_lines(job: JobConfig, directory: Path) -> JobConfig:
     """The same job with its training file's rows as JSON Lines."""
     rows = pq.read_table(job.data.train_files[0]).to_pylist()

@@ -200,6 +200,26 @@ def test_only_rows_that_a_run_scores_must_be_scorable(
             read(job, TOKENIZER, None)
 
 
+@pytest.mark.parametrize(
+    ("trainer", "said"),
+    [
+        ({}, "train: 3 of 7 rows are never seen: the number of steps is rounded down, to 1 of 4 rows"),
+        ({"total_epochs": 2}, ""),  # 3 steps, and the last two rows of the second epoch were in the first
+        ({"total_training_steps": 1}, ""),  # as asked for
+    ],
+)
+def test_rows_that_no_step_sees_are_said_at_start(
+    trainer: dict[str, Any], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = str(written(tmp_path / "a.jsonl", [row("a")] * 7))
+    one = {"ppo_mini_batch_size": 4, "ppo_micro_batch_size_per_gpu": 1}
+    data = {"train_files": [file], "train_batch_size": 4}
+    job = make_job({"data": data, "actor": one, "critic": one, "trainer": {**NEVER, **trainer}})
+    training_data(job, TOKENIZER, None)
+    assert said in caplog.text
+    assert bool(said) == ("never seen" in caplog.text)
+
+
 def test_a_data_set_of_a_plug_in_needs_validation_rows_only_to_validate() -> None:
     def rows(files: Any, config: Any, split: str) -> list[dict[str, Any]]:
         return [row("a")] if split == "train" else []

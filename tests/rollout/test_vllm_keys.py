@@ -23,6 +23,7 @@ from rolemesh.errors import InvalidConfig
 from rolemesh.models.loading import load_outline, load_tokenizer
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.planner.devices import GPUS
+from rolemesh.services.command_line import app
 from rolemesh.services.rollout.engines import load_engine
 from rolemesh.services.rollout.engines.vllm import arguments, owner, reload
 
@@ -242,6 +243,18 @@ def test_heads_that_vllm_cannot_compute_are_refused_at_start(tmp_path: Path):
     make_tiny_model(tmp_path, num_heads=4)
     with pytest.raises(InvalidConfig, match="16 wide"):
         load_engine(job_of(tmp_path), None)
+
+
+@installed
+@pytest.mark.parametrize("hidden_size", [32, 64, 96, 128, 256, 1024])
+def test_the_command_model_makes_one_whose_heads_vllm_computes(tmp_path: Path, hidden_size: int):
+    """By default, of width 64, and of others. What the other tests load is the default, with larger weights."""
+    app.model(tmp_path, hidden_size=hidden_size, num_layers=1)
+    job = job_of(tmp_path)
+    with arguments.restored_environment():
+        arguments.prepare_environment(torch.device("cpu"))
+        given = arguments.engine_arguments(job, load_outline(job.actor.model, "rollout"))
+    assert given["model"] == str(tmp_path)
 
 
 @installed

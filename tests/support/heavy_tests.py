@@ -43,12 +43,13 @@ STARTING_MODULES = {
     *(f"rolemesh.services.processes.{name}" for name in ("fork_server", "launchers", "role_processes")),
 }
 
-# In the command of a Python that imports no torch: a judge, a sandbox, a program's parent, a column reader.
+# In the command of a Python that imports no torch: a judge, a sandbox, a program's parent, a reader, a trial.
 LITTLE = (
     "rolemesh.services.reward.scoring_process",
     "rolemesh.sandbox.inside",
     "sandbox/parent.py",
     "data/column_process.py",
+    "data/template_process.py",
 )
 STARTERS_OF_LITTLE = {"rendering.run_go"}  # functions of the tests that start nothing else
 PROGRAMS = {"rolemesh", "ray", "prometheus", "promtool", "make", "uv", "pip"}

@@ -13,7 +13,8 @@ from rolemesh.config.job import JobConfig, make_job
 from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.models.loading import named_weights
-from rolemesh.models.tiny import byte_tokenizer, make_tiny_model
+from rolemesh.models.tiny import byte_tokenizer
+from rolemesh.services.command_line import app
 from rolemesh.services.rollout.engines.sampling import log_distribution
 
 installed = pytest.mark.skipif(
@@ -45,11 +46,15 @@ def prompts_of(rows: int) -> DataProto:
 
 
 def model_with_ends(directory: Path, architecture: Any, seed: int = 0) -> Path:
-    """Make a model with heads 32 wide, as vLLM requires, in which one token in 25 ends a response."""
-    make_tiny_model(directory, architecture, num_heads=2, initializer_range=0.1, seed=seed)
+    """Make the model of `rolemesh model`, with larger weights, in which one token in 25 ends a response."""
+    app.model(directory, app.Architecture(architecture), seed=seed)
     model = AutoModelForCausalLM.from_pretrained(directory)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.mul_(5)  # a deviation of 0.1, so that tokens differ in probability
     model.generation_config.eos_token_id = [*range(0, 256, 25), EOS]
-    model.generation_config.save_pretrained(directory)
+    model.save_pretrained(directory)
     return directory
 
 

@@ -56,7 +56,7 @@ class HfEngine:
         _check_lengths(self.model.config, job)
         check_positions(self.model.config, job, "rollout")
         group_attention(self.model)
-        ends, self.pad = end_tokens(job, self.model.generation_config.eos_token_id)
+        ends, self.pad = end_tokens(job)
         self.ends = torch.tensor(ends, device=self.device)
         with self.precision():
             self.min_rows = neutral_rows(self.called, max(PROBED_ROWS, self.max_num_seqs))

@@ -23,7 +23,7 @@ from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RoleUnavailable
 from rolemesh.models.loading import load_tokenizer, named_weights, vocabulary_of
-from rolemesh.services.rollout.engines.ending import declared_eos, end_tokens
+from rolemesh.services.rollout.engines.ending import end_tokens
 from rolemesh.services.rollout.engines.fitting import check_fit, check_kept, load_served_outline
 from rolemesh.services.rollout.engines.openai.folder import WeightsFolder
 from rolemesh.services.rollout.engines.openai.servers import (
@@ -75,7 +75,7 @@ class OpenAIEngine:
         self.weights = named_weights(outline)
         self.vocabulary: int = vocabulary_of(outline)
         check_kept(job.rollout, self.vocabulary)
-        self._ends, self._pad = end_tokens(job, declared_eos(job, outline))
+        self._ends, self._pad = end_tokens(job)
         self._servers = [KINDS[settings.api](url, job) for url in settings.urls]
         self._room = asyncio.Condition()  # notified when a server has fewer rows
         self._run = secrets.token_hex(4)  # part of labels, because another run may have the same version number

@@ -17,7 +17,7 @@ from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RoleFailed, RoleUnavailable, Unsupported
 from rolemesh.models.loading import model_directory, named_weights, resolve_dtype, vocabulary_of
-from rolemesh.services.rollout.engines.ending import declared_eos, end_tokens
+from rolemesh.services.rollout.engines.ending import end_tokens
 from rolemesh.services.rollout.engines.fitting import check_fit, load_served_outline
 from rolemesh.services.rollout.engines.rows import RowToGenerate, blank_answer, rows_to_generate
 from rolemesh.services.rollout.engines.vllm.arguments import (
@@ -87,7 +87,7 @@ class VllmEngine:
             for name, own in named_weights(outline).items()
         }
         self.vocabulary: int = vocabulary_of(outline)
-        self._ends, self._pad = end_tokens(job, declared_eos(job, outline))
+        self._ends, self._pad = end_tokens(job)
         self._on_cpu = current_platform.device_type == "cpu"
         try:
             settings = AsyncEngineArgs(**engine_arguments(job, outline))
