@@ -191,9 +191,17 @@ class Actor(Protocol):
         """Wait until the checkpoint that was begun last is on disk. Raises CheckpointFailed."""
         ...
 
-    async def load_checkpoint(self, directory: Path | None) -> None:
-        """Load what a checkpoint has, bit for bit; None starts from the untrained model. Raises
-        CheckpointFailed."""
+    async def load_checkpoint(self, directory: Path | None, num_training_steps: int | None = None) -> None:
+        """Load what a checkpoint has, bit for bit; None starts from the untrained model.
+
+        Args:
+            directory: of the checkpoint.
+            num_training_steps: of the whole run, for a learning rate that depends on it; None:
+                trainer.total_training_steps of the role's own job.
+
+        Raises:
+            CheckpointFailed: it cannot be read.
+        """
         ...
 
 
@@ -243,9 +251,17 @@ class Critic(Protocol):
         """Wait until the checkpoint that was begun last is on disk. Raises CheckpointFailed."""
         ...
 
-    async def load_checkpoint(self, directory: Path | None) -> None:
-        """Load what a checkpoint has, bit for bit; None starts from the untrained model. Raises
-        CheckpointFailed."""
+    async def load_checkpoint(self, directory: Path | None, num_training_steps: int | None = None) -> None:
+        """Load what a checkpoint has, bit for bit; None starts from the untrained model.
+
+        Args:
+            directory: of the checkpoint.
+            num_training_steps: of the whole run, for a learning rate that depends on it; None:
+                trainer.total_training_steps of the role's own job.
+
+        Raises:
+            CheckpointFailed: it cannot be read.
+        """
         ...
 
 
@@ -328,7 +344,7 @@ class NoCritic:
     async def finish_checkpoint(self, directory: Path) -> None:
         return None
 
-    async def load_checkpoint(self, directory: Path | None) -> None:
+    async def load_checkpoint(self, directory: Path | None, num_training_steps: int | None = None) -> None:
         return None
 
 

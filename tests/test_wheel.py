@@ -9,10 +9,10 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("rolemesh", "services", "charts", "pyproject.toml", "README.md", "LICENSE")
+PARTS = ("rolemesh", "services", "charts", "configs", "pyproject.toml", "README.md", "LICENSE")
 
 
-def test_a_wheel_is_one_package_with_the_services_and_the_placements(tmp_path: Path) -> None:
+def test_a_wheel_is_one_package_with_the_services_the_placements_and_the_job_files(tmp_path: Path) -> None:
     source, site = tmp_path / "source", tmp_path / "site"
     source.mkdir()
     for name in PARTS:
@@ -43,3 +43,16 @@ def test_a_wheel_is_one_package_with_the_services_and_the_placements(tmp_path: P
     )
     tables = sorted(path.stem for path in (ROOT / "charts" / "rlhf-job" / "placements").glob("*.yaml"))
     assert found.stdout.split() == [str(site / "rolemesh" / "placements"), *tables]
+    subprocess.run(
+        [sys.executable, "-m", "rolemesh", "configs"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1"},
+        check=True,
+    )
+    assert files(tmp_path / "configs") == files(ROOT / "configs")
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    """Return the contents of a folder, bytecode apart."""
+    found = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc")
+    return {path.relative_to(folder): path.read_bytes() for path in found}

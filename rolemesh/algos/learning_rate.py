@@ -21,7 +21,7 @@ def num_warmup_steps(config: OptimConfig, num_steps: int | None) -> int:
     """
     if config.lr_warmup_steps > 0 or config.lr_warmup_steps_ratio == 0:
         return max(0, config.lr_warmup_steps)
-    assert num_steps is not None, "refused when the job is read"
+    assert num_steps is not None, "the optimizer checks it"
     return int(config.lr_warmup_steps_ratio * num_steps)
 
 
@@ -37,14 +37,14 @@ def learning_rate(step: int, config: OptimConfig, num_steps: int | None) -> floa
         step: the number of this role's updates before this one. All mini-batches and passes of an update share
             its rate.
         config: the role's optim section.
-        num_steps: trainer.total_training_steps; None only if neither shape nor warm-up depends on it.
+        num_steps: of the whole run; None only if neither shape nor warm-up depends on it.
     """
     warmup = num_warmup_steps(config, num_steps)
     if step < warmup:
         return config.lr * step / warmup
     if config.lr_scheduler_type == "constant":
         return config.lr
-    assert num_steps is not None, "refused when the job is read"
+    assert num_steps is not None, "the optimizer checks it"
     done = min(1.0, (step - warmup) / max(1, num_steps - warmup))
     least = config.min_lr_ratio
     return config.lr * (least + (1.0 - least) * SHAPES[config.lr_scheduler_type](done))

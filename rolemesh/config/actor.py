@@ -181,8 +181,7 @@ class CriticConfig(Config):
     enable: bool | None = Field(
         None,
         description="whether the job has a critic; null: if the estimator or the page needs one; the chart "
-        "requires "
-        "it with plug-ins",
+        "requires it if a plug-in's estimator or page decides this",
     )
     model: CriticModelConfig = Field(
         CriticModelConfig(), description="a causal LM or a reward model; an empty path: the actor's"

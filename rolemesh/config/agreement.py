@@ -22,7 +22,6 @@ def check_sections(job: JobConfig) -> None:
     _check_page(job)
     check_calls(job)
     _check_batches(job)
-    _check_schedules(job)
     if job.trainer.save_best and job.trainer.test_freq < 1:
         raise ValueError(
             f"trainer.save_best is {job.trainer.save_best}, but nothing is validated after a step: "
@@ -153,18 +152,6 @@ def _check_batches(job: JobConfig) -> None:
             raise ValueError(
                 f"{job.max_tokens_key(role)} is {budget}, but a row may have {longest} tokens "
                 f"(data.max_prompt_length and data.max_response_length); set it to at least {longest}"
-            )
-
-
-def _check_schedules(job: JobConfig) -> None:
-    if job.trainer.total_training_steps is not None:
-        return
-    trained = {"actor": job.actor.optim} | ({"critic": job.critic.optim} if job.uses_critic else {})
-    for role, optim in trained.items():
-        if key := optim.depends_on_total:
-            raise ValueError(
-                f"{role}.optim.{key} is {getattr(optim, key)}, which depends on the total number of steps, "
-                "but trainer.total_training_steps is not set; set it"
             )
 
 

@@ -136,9 +136,6 @@ class McpServerConfig(Config):
             raise ValueError("env is for a command, and headers are for a url")
         return self
 
-    def __str__(self) -> str:
-        return self.url or self.command[0]
-
 
 class MultiTurnConfig(Config):
     enable: bool = Field(False, description="rows may be conversations of many turns, with a role environment")

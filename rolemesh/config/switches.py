@@ -3,7 +3,7 @@
 A recipe may be merged over any job file, so keys of a part that a job does not have are no error
 (docs/decisions/0009-no-key-is-ignored-in-silence.md). A value other than the default that another key switches
 off causes a warning: `kl_loss_coef: 0.01` without `use_kl_loss` trains without a KL. If the job file also has
-`use_kl_loss: false`, this is intended, and there is no warning.
+`use_kl_loss: false`, this is intended, and there is no warning. A null is no such intention.
 """
 
 from __future__ import annotations
@@ -223,10 +223,18 @@ def _fields(*keys: str) -> set[str]:
 
 
 def _is_meant(job: JobConfig, switch: str) -> bool:
-    """Return whether the job file itself sets the switch, to its default."""
+    """Return whether the job file itself sets the switch, to its default.
+
+    A null does not count: files of verl write it for every key that is not set.
+    """
     section, _, name = switch.rpartition(".")
     inner = _section(job, section)
-    return name in inner.model_fields_set and getattr(inner, name) == type(inner).model_fields[name].default
+    value = getattr(inner, name)
+    return (
+        name in inner.model_fields_set
+        and value is not None
+        and bool(value == type(inner).model_fields[name].default)
+    )
 
 
 def _chosen(job: JobConfig, key: str) -> bool:

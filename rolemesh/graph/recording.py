@@ -180,7 +180,7 @@ class RecordedActor:
     async def finish_checkpoint(self, directory: Path) -> None:
         raise AssertionError("a page saves no checkpoint; the loop does")
 
-    async def load_checkpoint(self, directory: Path | None) -> None:
+    async def load_checkpoint(self, directory: Path | None, num_training_steps: int | None = None) -> None:
         raise AssertionError("a page loads no checkpoint; the loop does")
 
 
@@ -265,7 +265,7 @@ class RecordedCritic:
     async def finish_checkpoint(self, directory: Path) -> None:
         raise AssertionError("a page saves no checkpoint; the loop does")
 
-    async def load_checkpoint(self, directory: Path | None) -> None:
+    async def load_checkpoint(self, directory: Path | None, num_training_steps: int | None = None) -> None:
         raise AssertionError("a page loads no checkpoint; the loop does")
 
 

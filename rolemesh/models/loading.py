@@ -25,7 +25,7 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
-from rolemesh.config.model import AMPERE, ModelConfig, chosen_dtype
+from rolemesh.config.model import AMPERE, ModelConfig, PolicyModelConfig, chosen_dtype
 from rolemesh.errors import ModelNotFound, unreadable
 from rolemesh.models.directory import described_directory, existing_directory
 from rolemesh.models.supported import SCORE_HEADS, attention_of, check_unread
@@ -172,7 +172,7 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def load_tokenizer(config: ModelConfig, role: str = "actor") -> Any:
-    """Load the tokenizer of a model directory.
+    """Load the tokenizer of a model directory, with actor.model.custom_chat_template if it is the policy's.
 
     Raises:
         ModelNotFound: the directory has none, or it cannot be read.
@@ -181,13 +181,16 @@ def load_tokenizer(config: ModelConfig, role: str = "actor") -> Any:
     if not has_tokenizer(directory):
         raise ModelNotFound(f"{role}: {directory} has no tokenizer: no tokenizer.json")
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=config.trust_remote_code
         )
     except Exception as error:  # the library's parsers raise many kinds of errors
         raise unreadable(
             ModelNotFound, error, f"{role}: the tokenizer in {directory} cannot be read: {error}"
         ) from error
+    if isinstance(config, PolicyModelConfig) and config.custom_chat_template is not None:
+        tokenizer.chat_template = config.custom_chat_template
+    return tokenizer
 
 
 def load_state(file: Path) -> dict[str, Tensor]:

@@ -5,6 +5,9 @@ a padded row always has the same width: the job's P and T are fixed, and packed 
 length. Second, matrix products do not choose other kernels for fewer rows. On Intel's processors MKL's strict
 mode ensures that (rolemesh/__init__.py). For others, no forward pass has fewer than MIN_MATRIX_ROWS tokens; on
 one thread 16 were enough for every shape tried.
+
+This holds for dense models. In a mixture of experts, an expert multiplies the tokens of all rows that are
+routed to it. Their number depends on the neighbours, and a row's numbers vary with it by rounding.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from rolemesh.config.model import ModelConfig, PolicyModelConfig, is_target
 from rolemesh.errors import InvalidConfig, ModelNotFound, unreadable
 from rolemesh.models.directory import described_directory, weight_files
@@ -182,17 +184,17 @@ def _stored(directory: Path, settings: Mapping[str, Any]) -> dict[str, tuple[tup
     tensors: dict[str, tuple[tuple[int, ...], str]] = {}
     for file in weight_files(directory) or sorted(directory.glob("*.safetensors")):
         try:
-            with file.open("rb") as opened:
-                length = int.from_bytes(opened.read(8), "little")
-                header = json.loads(opened.read(length))
-            ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
-        except (OSError, ValueError, MemoryError, OverflowError, LookupError, TypeError) as error:
+            file.open("rb").close()  # if a file cannot be opened, safetensors always says that there is none
+            with safe_open(file, framework="np") as opened:
+                for name in list(opened.keys()):
+                    tensor = opened.get_slice(name)
+                    tensors[name] = tuple(tensor.get_shape()), tensor.get_dtype()
+        except (OSError, SafetensorError) as error:
             raise unreadable(
-                ModelNotFound, error, f"{file} is incomplete: its header cannot be read: {error}"
+                ModelNotFound,
+                error,
+                f"{file} cannot be read: {error}. If it is not the whole file, copy or download it again",
             ) from error
-        if (there := file.stat().st_size) != (wanted := 8 + length + max(ends, default=0)):
-            raise ModelNotFound(f"{file} is incomplete: expected {wanted} bytes by its header; got {there}")
-        tensors |= {n: (tuple(t["shape"]), t["dtype"]) for n, t in header.items() if n != "__metadata__"}
     if settings.get("tie_word_embeddings"):  # some writers store the tied head as well
         tensors.pop("lm_head.weight", None)
     return tensors

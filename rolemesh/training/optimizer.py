@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 
 from rolemesh.algos.learning_rate import learning_rate
 from rolemesh.config.model import OptimConfig
-from rolemesh.errors import UpdateFailed
+from rolemesh.errors import InvalidConfig, UpdateFailed
 from rolemesh.ranks.files import TensorFiles
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.sharding import clip, gradient_norm, local
@@ -30,7 +30,7 @@ class Optimizer:
         model: its parameters are float32; those without requires_grad are not trained.
         config: learning-rate schedule, betas, eps and weight decay.
         grad_clip: maximum norm of the whole gradient.
-        num_training_steps: of the whole job; None if the schedule does not depend on it.
+        num_training_steps: of the whole job; None: not known yet.
         updates_per_step: optimizer steps in a training step, which share one learning rate.
         role: for messages and metrics.
         ranks: over which the model is sharded.
@@ -39,6 +39,7 @@ class Optimizer:
         offload: whether the state leaves the device after each step.
 
     Attributes:
+        num_training_steps: as above. It is set when a run begins.
         num_updates: steps made.
         parking: of the state; None: it stays on the device.
         is_untouched: True while model and state are as before the first update: no step was begun, not even
@@ -78,7 +79,17 @@ class Optimizer:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next step. It depends on num_updates alone."""
+        """The learning rate of the next step. It depends on num_updates alone.
+
+        Raises:
+            InvalidConfig: it depends on num_training_steps, which is not known.
+        """
+        if self.num_training_steps is None and (key := self.config.depends_on_total):
+            raise InvalidConfig(
+                f"{self.role}.optim.{key} is {getattr(self.config, key)}, which depends on the number of "
+                "steps, and no controller has said it; set trainer.total_training_steps, or give "
+                "num_training_steps to load_checkpoint"
+            )
         step = self.num_updates // self.updates_per_step
         return learning_rate(step, self.config, self.num_training_steps)
 

@@ -132,13 +132,18 @@ class TrainedWorker(LocalWorker):
         await self._checkpoints.finish(directory)
 
     @on_worker_thread
-    def load_checkpoint(self, directory: Path | None) -> None:
+    def load_checkpoint(self, directory: Path | None, num_training_steps: int | None = None) -> None:
         """Restore what a checkpoint has, bit for bit; None: the initial state. Raises CheckpointFailed."""
-        self.read_checkpoint(self._parts(directory=str(directory or "")))
+        num_steps = num_training_steps or self.job.trainer.total_training_steps
+        self.read_checkpoint(self._parts(directory=str(directory or ""), num_training_steps=num_steps))
 
     @command
     def read_checkpoint(self, part: DataProto) -> DataProto:
-        """Read this rank's rows of the checkpoint in meta_info's directory; empty: of the initial state."""
+        """Read this rank's rows of the checkpoint in meta_info's directory; empty: of the initial state.
+
+        meta_info also has `num_training_steps`, of the run that begins or goes on.
+        """
+        self.optimizer.num_training_steps = part.meta_info["num_training_steps"]
         directory = Path(part.meta_info["directory"]) if part.meta_info["directory"] else None
         self._checkpoints.wait()
         weights, ranks, dtype = self.trained_weights(), self.seat.ranks, self.config.dtype

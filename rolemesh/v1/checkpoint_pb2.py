@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1crolemesh/v1/checkpoint.proto\x12\x0brolemesh.v1\"{\n\x0eUpdateResponse\x12\x39\n\x07metrics\x18\x01 \x03(\x0b\x32(.rolemesh.v1.UpdateResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"+\n\x16\x42\x65ginCheckpointRequest\x12\x11\n\tdirectory\x18\x01 \x01(\t\"\x19\n\x17\x42\x65ginCheckpointResponse\",\n\x17\x46inishCheckpointRequest\x12\x11\n\tdirectory\x18\x01 \x01(\t\"\x1a\n\x18\x46inishCheckpointResponse\"*\n\x15LoadCheckpointRequest\x12\x11\n\tdirectory\x18\x01 \x01(\t\"\x18\n\x16LoadCheckpointResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1crolemesh/v1/checkpoint.proto\x12\x0brolemesh.v1\"{\n\x0eUpdateResponse\x12\x39\n\x07metrics\x18\x01 \x03(\x0b\x32(.rolemesh.v1.UpdateResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"+\n\x16\x42\x65ginCheckpointRequest\x12\x11\n\tdirectory\x18\x01 \x01(\t\"\x19\n\x17\x42\x65ginCheckpointResponse\",\n\x17\x46inishCheckpointRequest\x12\x11\n\tdirectory\x18\x01 \x01(\t\"\x1a\n\x18\x46inishCheckpointResponse\"F\n\x15LoadCheckpointRequest\x12\x11\n\tdirectory\x18\x01 \x01(\t\x12\x1a\n\x12num_training_steps\x18\x02 \x01(\x04\"\x18\n\x16LoadCheckpointResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,7 +46,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FINISHCHECKPOINTRESPONSE']._serialized_start=288
   _globals['_FINISHCHECKPOINTRESPONSE']._serialized_end=314
   _globals['_LOADCHECKPOINTREQUEST']._serialized_start=316
-  _globals['_LOADCHECKPOINTREQUEST']._serialized_end=358
-  _globals['_LOADCHECKPOINTRESPONSE']._serialized_start=360
-  _globals['_LOADCHECKPOINTRESPONSE']._serialized_end=384
+  _globals['_LOADCHECKPOINTREQUEST']._serialized_end=386
+  _globals['_LOADCHECKPOINTRESPONSE']._serialized_start=388
+  _globals['_LOADCHECKPOINTRESPONSE']._serialized_end=412
 # @@protoc_insertion_point(module_scope)

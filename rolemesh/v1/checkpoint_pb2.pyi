@@ -40,10 +40,12 @@ class FinishCheckpointResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class LoadCheckpointRequest(_message.Message):
-    __slots__ = ("directory",)
+    __slots__ = ("directory", "num_training_steps")
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    NUM_TRAINING_STEPS_FIELD_NUMBER: _ClassVar[int]
     directory: str
-    def __init__(self, directory: _Optional[str] = ...) -> None: ...
+    num_training_steps: int
+    def __init__(self, directory: _Optional[str] = ..., num_training_steps: _Optional[int] = ...) -> None: ...
 
 class LoadCheckpointResponse(_message.Message):
     __slots__ = ()

@@ -1,4 +1,4 @@
-"""The command line: `rolemesh serve|control|plan|graph|data|demo|model`, and what the other modules add.
+"""The command line: `rolemesh serve|control|plan|graph|data|configs|demo|model`, and the others' commands.
 
 Each command imports what it needs when it is called, and the models' libraries only after reading the job file.
 So `--help` and a misspelt key answer at once.
@@ -50,7 +50,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="RLHF with every role as a gRPC service, alone on its device or taking turns with others.",
-    epilog="In a checkout, begin with: rolemesh demo outputs/tiny && rolemesh run configs/tiny.yaml",
+    epilog="Begin with: rolemesh configs && rolemesh demo outputs/tiny && rolemesh run configs/tiny.yaml",
 )
 app.add_typer(data_app, name="data")
 app.add_typer(training)
@@ -302,12 +302,21 @@ def model(
     num_layers: Annotated[int, typer.Option(help="Number of transformer blocks.")] = 2,
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
 ) -> None:
-    """Make a small randomly initialised model with a byte-level tokenizer."""
+    """Make a small randomly initialised model with a byte-level tokenizer.
+
+    It has up to four attention heads, at least 32 wide: vLLM on a CPU loads no narrower ones.
+    """
     from rolemesh.models.tiny import make_tiny_model
 
-    typer.echo(
-        make_tiny_model(out, architecture.value, hidden_size=hidden_size, num_layers=num_layers, seed=seed)
+    made = make_tiny_model(
+        out,
+        architecture.value,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=max(1, min(4, hidden_size // 32)),
+        seed=seed,
     )
+    typer.echo(made)
 
 
 @app.command(epilog="Example: rolemesh export outputs/run models/policy --checkpoint best --dtype bfloat16")
@@ -334,6 +343,24 @@ def export(
     from rolemesh.services.command_line.export import export_and_show
 
     export_and_show(source, out, checkpoint, role, dtype, max_shard_size, base, trust_remote_code)
+
+
+@app.command(epilog="Example: rolemesh configs && rolemesh graph configs/gsm8k-ppo.yaml")
+def configs(
+    out: Annotated[
+        Path, typer.Argument(help="The folder to write; documentation and recipes name it configs.")
+    ] = Path("configs"),
+) -> None:
+    """Write the job files and recipes that the documentation names. Existing files are kept.
+
+    A checkout has them already.
+    """
+    from rolemesh.services.command_line.job_files import write_job_files
+
+    num_written, kept = write_job_files(out)
+    typer.echo(f"{out}: {num_written} files written")
+    for path in kept:
+        typer.echo(f"{path} differs from the package's, and is kept")
 
 
 @app.command(epilog="Example: rolemesh demo outputs/tiny && rolemesh run configs/tiny.yaml")

@@ -9,6 +9,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 from rolemesh.config import JobConfig
+from rolemesh.config.rollout import ValSamplingConfig
 from rolemesh.data.progress_bar import counting
 from rolemesh.errors import InvalidConfig, RoleFailed, RolemeshError, RoleUnavailable
 from rolemesh.models.fetching import fetched
@@ -54,7 +55,10 @@ def evaluate_file(job: JobConfig, output: Path | None, response_key: str) -> Eva
             shutil.rmtree(folder, ignore_errors=True)
             raise
     shutil.rmtree(folder, ignore_errors=True)
-    log_console().print(found.table())
+    console = log_console()
+    console.print(found.table())
+    if rows.left_out:
+        console.print(f"{len(rows)} rows are evaluated ({rows.left_out})", soft_wrap=True)
     if output:
         try:
             write_durably(output, found.to_json())
@@ -66,11 +70,15 @@ def evaluate_file(job: JobConfig, output: Path | None, response_key: str) -> Eva
 
 
 def _with(job: JobConfig, n: int, folder: str) -> JobConfig:
-    """Return the job with the file's number of responses to a prompt, and this run directory."""
+    """Return the job of the reward role: the file's number of responses to a prompt, and this run directory.
+
+    The role's process checks this job as that of a run. Nothing is generated, so `rollout.val_kwargs` describes
+    responses that may differ, and not how the command's job would have sampled.
+    """
 
     def changed(section: Any, **values: Any) -> Any:
         return section.model_copy(update=values)
 
-    sampling = changed(job.rollout, val_kwargs=changed(job.rollout.val_kwargs, n=n))
+    rollout = changed(job.rollout, val_kwargs=ValSamplingConfig(n=n, do_sample=True))
     trainer = changed(job.trainer, default_local_dir=folder)
-    return job.model_copy(update={"rollout": sampling, "trainer": trainer})
+    return job.model_copy(update={"rollout": rollout, "trainer": trainer})

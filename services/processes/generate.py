@@ -53,7 +53,8 @@ def generate_file(job: JobConfig, output: Path, log_probs: bool) -> None:
     if parts.is_complete():
         console.print(f"{output} is complete already", soft_wrap=True)
         return
-    with held(parts.folder, "is being filled by another command; wait for its end, or name another --output"):
+    filling = "is being filled by another command; wait for its end, or name another --output"
+    with held(parts.folder, filling, key="--output"):
         parts.begin()
         kept = parts.num_kept()
         if kept:
@@ -72,7 +73,7 @@ def generate_file(job: JobConfig, output: Path, log_probs: bool) -> None:
             )
             raise
         parts.finish(given)
-    dropped = f" ({prompts.num_filtered} longer prompts are left out)" if prompts.num_filtered else ""
+    dropped = f" ({prompts.left_out})" if prompts.left_out else ""
     console.print(f"{output}: {len(prompts)} rows{dropped}", soft_wrap=True)
 
 

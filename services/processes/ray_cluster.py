@@ -14,7 +14,8 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,6 +31,7 @@ ADDRESS = "RAY_ADDRESS"  # of a running cluster; every program of Ray reads this
 LOCAL = "local"  # no cluster runs: start one
 STORE_BYTES = 80 << 20  # Ray's smallest object store; it stays empty
 REMIND_S = 5  # seconds between two lines while ranks wait for room
+STARTED_S = 30.0  # a Ray that is being started here is awaited this long, to end it
 # Settings of a Ray that is started here. Without the first, 127.0.0.1 becomes the machine's address in the
 # network, and ports listen on all interfaces. Without the next two, idle workers take 90 MB for each rank.
 LOCAL_SETTINGS = {
@@ -144,7 +146,7 @@ def joins_cluster(job: JobConfig) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def ray_cluster(num_ranks: int) -> AsyncIterator[RayCluster]:
+async def ray_cluster(num_ranks: int, within_s: float) -> AsyncIterator[RayCluster]:
     """Start Ray on this machine, or join the cluster that RAY_ADDRESS names. On exit end it, or leave it.
 
     A Ray that is started here listens only on the loopback interface, and requires its own token. It ends with
@@ -152,10 +154,11 @@ async def ray_cluster(num_ranks: int) -> AsyncIterator[RayCluster]:
 
     Args:
         num_ranks: ranks that run at the same time. They share the cores, and Ray counts one core for each.
+        within_s: time limit in seconds for the start, or for the cluster's answer.
 
     Raises:
         InvalidConfig: Ray is not installed, or was imported before, with other settings.
-        RoleUnavailable: Ray did not start, or no cluster answered.
+        RoleUnavailable: Ray did not start, or no cluster answered in time.
     """
     address = os.environ.get(ADDRESS, LOCAL)
     is_here = address == LOCAL
@@ -184,12 +187,15 @@ async def ray_cluster(num_ranks: int) -> AsyncIterator[RayCluster]:
             ray.init(address, log_to_driver=False, configure_logging=False, **(here if is_here else {}))
 
         # In a thread: it takes 10 s. There Ray replaces the handlers of signals only in C, not in Python.
-        starting = asyncio.ensure_future(asyncio.to_thread(start))
+        starting = _in_daemon_thread(start)
         try:
             try:
-                await asyncio.shield(starting)
+                async with asyncio.timeout(within_s):
+                    await asyncio.shield(starting)
             except (ConnectionError, RuntimeError, ValueError) as error:
-                raise RoleUnavailable(f"Ray did not start ({ADDRESS} is {address}): {error}") from error
+                raise RoleUnavailable(_no_ray(address, str(error))) from error
+            except TimeoutError:
+                raise RoleUnavailable(_no_ray(address, f"no answer within {within_s:.0f} s")) from None
             if threading.current_thread() is threading.main_thread():
                 for number in (signal.SIGTERM, signal.SIGINT):
                     signal.signal(number, signal.getsignal(number))
@@ -202,8 +208,38 @@ async def ray_cluster(num_ranks: int) -> AsyncIterator[RayCluster]:
                 )
             yield cluster
         finally:
-            await asyncio.wait({starting})
-            await asyncio.to_thread(ray.shutdown)
+            if is_here:
+                await asyncio.wait({starting}, timeout=STARTED_S)
+            # A cluster that does not answer is not awaited: Ray asks for minutes, and nothing stops the thread.
+            if not starting.cancel():
+                await asyncio.to_thread(ray.shutdown)
+
+
+def _no_ray(address: str, why: str) -> str:
+    """Say that Ray did not start, or that the cluster of RAY_ADDRESS did not answer, and what to do."""
+    if address == LOCAL:
+        return f"Ray did not start on this machine: {why}. trainer.ready_timeout_s limits the wait"
+    return (
+        f"no Ray cluster at {ADDRESS}={address}: {why}. Start it (`ray start --head`), set {ADDRESS} to one "
+        f"that runs, or unset {ADDRESS} to start a Ray on this machine. trainer.ready_timeout_s limits the wait"
+    )
+
+
+def _in_daemon_thread(work: Callable[[], None]) -> asyncio.Future[None]:
+    """Run a function as asyncio.to_thread does, but let the event loop and the process end before it."""
+    done: Future[None] = Future()
+    done.set_running_or_notify_cancel()  # so the thread may report, though nobody waits any more
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=run, daemon=True, name="start of Ray").start()
+    return asyncio.wrap_future(done)
 
 
 def _listed(resources: Mapping[str, float]) -> str:

@@ -24,6 +24,7 @@ from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig, RoleUnavailable
 from rolemesh.ranks.rendezvous import local_store
+from rolemesh.services.controller.run.durably import write_durably
 from rolemesh.services.processes.environments import role_settings
 from rolemesh.services.processes.launchers import (
     HERE,
@@ -190,7 +191,7 @@ async def role_processes(job: JobConfig, roles: Sequence[str] = ()) -> AsyncIter
     directory = job.run_dir / "logs"
     directory.mkdir(parents=True, exist_ok=True)
     config = directory / "job.yaml"
-    config.write_text(job.to_yaml(), encoding="utf-8")
+    write_durably(config, job.to_yaml())
     processes = RoleProcesses([])
     stores = []  # each lives as long as its group
     members = members_of(job, roles)
@@ -225,10 +226,10 @@ async def launcher_of(job: JobConfig, num_ranks: int) -> AsyncIterator[Launcher]
 
     Raises:
         InvalidConfig: Ray is not installed.
-        RoleUnavailable: Ray did not start, or no cluster answered.
+        RoleUnavailable: Ray did not start, or no cluster answered within trainer.ready_timeout_s.
     """
     if num_ranks and job.placement.launcher == "ray":
-        async with ray_cluster(num_ranks) as cluster:
+        async with ray_cluster(num_ranks, job.trainer.ready_timeout_s) as cluster:
             yield cluster
     else:
         yield HERE

@@ -108,6 +108,19 @@ async def test_a_resumed_schedule_goes_on_where_it_was_cut(
 
 
 @pytest.mark.parametrize("role", [ActorWorker, CriticWorker])
+async def test_a_schedule_ends_with_the_run_that_loads_the_role(
+    tiny_model: Path, tmp_path: Path, role: Any
+) -> None:
+    """Linear from 1e-3: in a run of two steps the second has half of it, in one of four three quarters."""
+    job = training_job(tiny_model, tmp_path, lr_scheduler_type="linear", lr_warmup_steps=-1)
+    worker, batches = role(job), [sequence_batch(16, seed=seed) for seed in range(2)]
+    for num_steps, second in ((2, 0.5e-3), (None, 0.75e-3)):
+        await worker.load_checkpoint(None, num_steps)
+        rates = [(await worker.update(batch))[f"{worker.optimizer.role}/lr"] for batch in batches]
+        assert rates == pytest.approx([1e-3, second])
+
+
+@pytest.mark.parametrize("role", [ActorWorker, CriticWorker])
 async def test_a_role_that_begins_anew_is_as_it_was_before_its_first_update(
     tiny_model: Path, tmp_path: Path, role: Any
 ) -> None:

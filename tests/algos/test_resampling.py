@@ -96,6 +96,18 @@ def test_rows_keep_their_columns_and_their_number() -> None:
     assert metrics == {"actor/share_of_rows_drawn": len(set(rows["uid"])) / 5}
 
 
+def test_rows_whose_rewards_by_turn_have_one_sum_are_equally_good() -> None:
+    """In float32 0.1 + 0.1 + 0.6 and 0.6 + 0.1 + 0.1 are two numbers. The second row is the worst."""
+    rewards = [[0.1, 0.1, 0.6], [0.0, 0.1, 0.6], [0.1, 0.6, 0.1], [0.6, 0.1, 0.1]]
+    by_turn = DataProto.from_dict(
+        {"token_level_scores": torch.tensor(rewards).repeat(100, 1)}, {"uid": list("abcd") * 100}
+    )
+    best = {"use_pf_ppo": True, "pf_ppo": {"reweight_method": "max_random"}}
+    rows, _ = resample(by_turn, make_job({"algorithm": best}), 1)
+    shares = [list(rows["uid"]).count(uid) / 400 for uid in "abcd"]  # of weights 0.4, 0.1, 0.4 and 0.4
+    assert shares == pytest.approx([4 / 13, 1 / 13, 4 / 13, 4 / 13], abs=0.08)  # a share's deviation is 0.023
+
+
 def test_the_step_graph_shows_the_draw_where_the_job_asks_for_it() -> None:
     asked = record_step(make_job({"algorithm": {"use_pf_ppo": True}}))
     drawn = Edge("controller.resample", "actor.update", ("advantages",))

@@ -37,6 +37,31 @@ def test_a_folder_that_cannot_be_written_is_one_line(
     assert str(tmp_path / "file") in line
 
 
+def test_the_job_files_that_the_pages_name_are_written_and_those_of_the_user_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def rolemesh(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["rolemesh", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 0
+        return capsys.readouterr().out
+
+    own = Path("configs/tiny.yaml")
+    own.parent.mkdir()
+    own.write_text("trainer: {total_training_steps: 3}\n")
+    num_files = sum(path.suffix in (".yaml", ".py") for path in CONFIGS.rglob("*"))
+    kept = f"{own} differs from the package's, and is kept\n"
+    assert rolemesh("configs") == f"configs: {num_files - 1} files written\n{kept}"
+    assert own.read_text() == "trainer: {total_training_steps: 3}\n"
+    assert "rollout.generate" in rolemesh("graph", "configs/gsm8k-ppo.yaml", "configs/recipes/gdpo.yaml")
+    own.unlink()
+    assert rolemesh("configs") == "configs: 1 files written\n"
+    assert own.read_bytes() == (CONFIGS / "tiny.yaml").read_bytes()
+
+
 def test_a_job_without_its_model_names_the_command_that_makes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

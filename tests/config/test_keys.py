@@ -295,6 +295,10 @@ def test_a_value_that_another_key_switches_off_is_warned_of_and_a_default_is_not
     assert both == {"critic.optim.lr_warmup_steps_ratio": "critic.optim.lr_warmup_steps is 3"}
     for said in ("true", "false"):  # written, so meant
         assert warned("actor.kl_loss_coef=0.01", f"actor.use_kl_loss={said}") == {}
+    own_kwargs = "reward.custom_reward_function={path: null, reward_kwargs: {a: 1}}"  # verl writes each null
+    assert warned(own_kwargs) == {
+        "reward.custom_reward_function.reward_kwargs": "reward.custom_reward_function.path is not set"
+    }
     assert warned("trainer.max_staleness=2", "rollout.mode=sync") == {}
     assert warned("actor.tau_pos=2") == {"actor.tau_pos": "the policy loss is vanilla"}
     assert warned("actor.tau_pos=2", "actor.policy_loss.loss_mode=sapo") == {}
@@ -404,11 +408,11 @@ def test_the_resolved_job_file_begins_with_the_same_warnings(tmp_path: Path) -> 
         assert set_keys[0] == set_keys[1]
 
 
-async def test_a_run_begins_with_the_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+async def test_a_run_begins_with_the_warning() -> None:
     addresses = [word for role in ("actor", "rollout", "reward") for word in (f"--{role}", "127.0.0.1:1")]
     wrong = ("reward.reward_manager=prime", "actor.model.path=nowhere")
-    async with command("control", "--config", "configs/tiny.yaml", *addresses, *wrong) as launched:
+    config = str(ROOT / "configs" / "tiny.yaml")
+    async with command("control", "--config", config, *addresses, *wrong) as launched:
         _, output = await launched.end()
     lines = output.splitlines()
     assert [line for line in lines if "reward.reward_manager has no effect: prime does what naive does" in line]

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from rolemesh.config.base import ELSEWHERE, ROLE, leaves, parse_overrides
 from rolemesh.config.job import JobConfig, make_job
@@ -20,8 +21,13 @@ VERLS = {
     "actor": ("actor_rollout_ref.actor", PARTS),
     "reference": ("actor_rollout_ref.ref", PARTS),
     "rollout": ("actor_rollout_ref.rollout", PARTS),
-    "reward.reward_model": ("reward_model", "it is reward.reward_model"),
+    "reward.reward_model": ("reward_model", ELSEWHERE["reward_model"]),
 }
+
+
+def sections(schema: type[BaseModel]) -> set[str]:
+    """The dotted keys of a schema's sections."""
+    return {key[:at] for key in leaves(schema) for at, character in enumerate(key) if character == "."}
 
 
 def plain(markdown: str) -> str:
@@ -29,10 +35,10 @@ def plain(markdown: str) -> str:
 
 
 def not_here() -> dict[str, str]:
-    """Dotted key to what the page says of it."""
+    """Dotted key to what the page says of it. A section – is the top of the file."""
     rows = [line.strip("| ").split(" | ") for line in TABLE.splitlines()]
     return {
-        f"{section}.{key}": plain(said)
+        f"{section}.{key}".removeprefix("–."): plain(said)
         for sections, keys, said in rows
         for section in plain(sections).split(", ")
         for key in plain(keys).split(", ")
@@ -95,6 +101,13 @@ def test_the_cap_of_truncated_importance_sampling_is_led_to_the_rollout_correcti
             }.items()
         ),
         ("algorithm.lambda", "it is algorithm.lam"),
+        ("reward_model", ELSEWHERE["reward_model"]),
+        ("reward.reward_kwargs", "its overlong_buffer_cfg is reward.overlong_buffer"),
+        ("reward.reward_model.reward_kwargs", "its overlong_buffer_cfg is reward.overlong_buffer"),
+        ("data.micro_batch_size_per_gpu", "it is actor.ppo_micro_batch_size_per_gpu"),
+        ("data.micro_batch_size", "it is actor.ppo_micro_batch_size_per_gpu: rows of one rank, not of all"),
+        ("optim", "it is actor.optim"),
+        ("global_profiler", "its steps are trainer.profile_steps; leave out the rest"),
         ("data.path", "it is data.val_files of rolemesh generate and evaluate, and data.train_files of a run"),
         ("data.n_samples", "it is rollout.val_kwargs.n of rolemesh generate"),
         ("data.output_path", "it is the option --output of rolemesh generate and evaluate"),
@@ -104,8 +117,8 @@ def test_the_cap_of_truncated_importance_sampling_is_led_to_the_rollout_correcti
 def test_keys_of_verls_scripts_are_led_to_the_key_with_their_meaning(key: str, hint: str) -> None:
     """And not to the most similar one, such as ppo_mini_batch_size for ppo_micro_batch_size."""
     assert error_of(key) == f"job: unknown key {key!r} ({hint})"
-    named = re.findall(r"\b(?:actor|critic|algorithm|data|rollout)\.[a-z_.]+\b", hint)
-    assert {*named} <= {*leaves(JobConfig)}
+    named = re.findall(r"\b(?:actor|critic|algorithm|data|reward|rollout|trainer)\.[a-z_.]+\b", hint)
+    assert {*named} <= {*leaves(JobConfig), *sections(JobConfig)}
 
 
 def test_other_unknown_keys_are_led_to_the_nearest_as_before() -> None:

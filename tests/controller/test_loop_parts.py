@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.image import imread
+from numpy import array
 from torch import tensor
 
 from rolemesh.config.actor import ActorConfig
@@ -17,7 +19,7 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import CheckpointFailed, RoleUnavailable
 from rolemesh.roles import Roles, methods
 from rolemesh.rpc.calling.clients import ActorClient, RewardClient, RolloutClient
-from rolemesh.services.controller.display.curves import draw_curves
+from rolemesh.services.controller.display.curves import draw_curves, panels_of
 from rolemesh.services.controller.display.progress import line_of
 from rolemesh.services.controller.display.summary import accuracy_by_step
 from rolemesh.services.controller.run.checkpoints import Checkpoints, ControllerState
@@ -303,6 +305,39 @@ def test_curves_leave_out_what_a_job_does_not_have(tmp_path: Path) -> None:
     many = [{"training/global_step": i, "critic/score/mean": i / 50} for i in range(50)]
     draw_curves(many, tmp_path / "one.png", "one panel")
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("num_steps", [9, 60])
+def test_two_curves_that_are_the_same_can_both_be_seen(num_steps: int, tmp_path: Path) -> None:
+    """Without KL in the reward, score less KL is the score. Counted to the right of the legend."""
+    drawn = tmp_path / "same.png"
+    both = ("critic/score/mean", "critic/rewards/mean")
+    records = [{"training/global_step": i} | dict.fromkeys(both, i / num_steps) for i in range(num_steps)]
+    draw_curves(records, drawn, "same")
+    image = imread(drawn)[:, 350:, :3]  # 598 pixels wide
+    of_score, of_less_kl = (
+        int((abs(image - array(colour) / 255) < 0.1).all(axis=2).sum())
+        for colour in ((0x25, 0x63, 0xEB), (0xD9, 0x77, 0x06))
+    )
+    assert of_less_kl > 200
+    assert of_score > of_less_kl / 10
+
+
+def test_the_curves_of_a_job_with_agents_have_turns_calls_and_the_environments_rewards() -> None:
+    rows = [(1, 1.5, 0.25, 0.0, 0.5), (2, 2.0, 1.0, 0.25, 0.75)]
+    names = ("training/global_step", *(f"conversation/{name}/mean" for name in
+             ("turns", "tool_calls", "tool_errors", "reward")))  # fmt: skip
+    assert panels_of([dict(zip(names, row, strict=True)) for row in rows]) == [
+        (
+            "Conversation, per row",
+            [
+                ("turns", [1, 2], [1.5, 2.0]),
+                ("tool calls", [1, 2], [0.25, 1.0]),
+                ("failed tool calls", [1, 2], [0.0, 0.25]),
+            ],
+        ),
+        ("Reward by the environment", [("reward", [1, 2], [0.5, 0.75])]),
+    ]
 
 
 def test_curves_show_names_as_they_are_and_what_cannot_be_drawn_is_a_warning(

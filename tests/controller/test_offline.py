@@ -165,6 +165,25 @@ async def test_text_of_other_origin_is_scored_as_it_is(tiny_model: Path, tmp_pat
     assert found.metrics["val-core/digits/acc/mean@4"] == (3 + 100 + 0 + 1) / 8 / 4
 
 
+async def test_a_generation_and_an_evaluation_say_how_many_rows_they_leave_out(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Three of five rows are chosen, and the prompt of one of these is too long to be generated from."""
+    long = {**ROW, "prompt": [{"role": "user", "content": "1" * 60}]}
+    file = file_of(tmp_path / "in.parquet", *({**row, "responses": ["2"]} for row in (long, *[ROW] * 4)))
+    keys = (f"data.val_files={file}", "data.shuffle=false", "data.filter_overlong_prompts=true")
+    for limit, generated_from, evaluated in (
+        (3, "left out of 5 rows: 2 by data.val_max_samples, 1 by data.filter_overlong_prompts", "2 by"),
+        (-1, "left out of 5 rows: 1 by data.filter_overlong_prompts", ""),
+    ):
+        job = small_job(tmp_path, tiny_model, "run", *keys, f"data.val_max_samples={limit}")
+        tokenizer = load_tokenizer(job.actor.model)
+        prompts = PromptDataset(job.data.val_files, job.data, tokenizer, split="val", scored=False)
+        assert prompts.left_out == generated_from
+        expected = f"left out of 5 rows: {evaluated} data.val_max_samples" if evaluated else ""
+        assert ResponseRows(job, tokenizer, "responses").left_out == expected
+
+
 OVERLONG = (
     "reward.reward_manager=dapo",
     "reward.overlong_buffer.enable=true",

@@ -22,6 +22,7 @@ from rolemesh.catalog.loading import forget
 from rolemesh.config.base import leaves, merge, parse_overrides
 from rolemesh.config.job import JobConfig, load_job, make_job
 from rolemesh.errors import InvalidConfig
+from rolemesh.services.command_line.job_files import write_job_files
 from rolemesh.services.controller.pages.choice import record_step
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +54,12 @@ def test_the_function_of_the_reward_tutorial_gives_what_is_shown() -> None:
     exec(blocks("own-reward", "python")[0], names)
     shown = re.findall(r"^\{'score': .+\}$", text("own-reward"), re.MULTILINE)
     assert shown == [str(names["compute_score"]("", f"#### {answer}", "85", {})) for answer in (75, 85)]
+
+
+def test_as_many_job_files_are_written_as_the_reward_tutorial_says(tmp_path: Path) -> None:
+    num_written, kept = write_job_files(tmp_path / "configs")
+    assert f"\nconfigs: {num_written} files written\n" in text("own-reward")
+    assert kept == []
 
 
 def test_the_job_of_the_reward_tutorial_loads_on_the_demos(tmp_path: Path) -> None:

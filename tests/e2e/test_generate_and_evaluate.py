@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pyarrow.parquet as pq
+import pytest
 from in_process import recorded, small_job, train, write_data
 from in_process_commands import rolemesh as command
 from launched import rolemesh, written
@@ -70,6 +73,27 @@ async def test_generate_then_evaluate_is_the_validation_of_a_run(tiny_model: Pat
     assert found["num_prompts"] == {"digits": 5, "numbers": 6}
     assert "digits" in shown
     assert "mean@4" in shown
+
+
+async def test_the_commands_of_the_page_are_run_as_they_stand(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a job file that says nothing of either: n = 4 is in the first command alone."""
+    page = (Path(__file__).parents[2] / "docs" / "generate-and-evaluate.md").read_text(encoding="utf-8")
+    block = re.findall(r"^```bash\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0]
+    commands = [shlex.split(line)[1:] for line in block.replace("\\\n", " ").splitlines()]
+    monkeypatch.chdir(tmp_path)
+    written(small_job(tmp_path, tiny_model, "run"), tmp_path)
+    write_data(tmp_path, "test", 22)
+    outputs = [await said(0, *command) for command in commands]
+    assert "out.parquet: 22 rows\n" in outputs[0]
+    assert "mean@4" in outputs[1]
+    assert "left out" not in outputs[1]
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    assert scores["n"] == 4
+    assert sum(scores["num_prompts"].values()) == 22
+    fewer = await said(0, *commands[1], "data.val_max_samples=16")
+    assert "16 rows are evaluated (left out of 22 rows: 6 by data.val_max_samples)" in fewer
 
 
 async def test_a_generation_that_was_killed_goes_on_to_the_bits_of_an_unbroken_one(

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -155,7 +156,7 @@ def test_ranks_for_which_ray_has_no_room_are_an_error_with_what_was_asked_and_wh
         from rolemesh.services.processes.ray_cluster import ray_cluster
 
         async def main():
-            async with ray_cluster(2) as cluster:
+            async with ray_cluster(2, 240) as cluster:
                 try:
                     await cluster.reserve("actor", 3, 0, 1)
                 except RoleUnavailable as error:
@@ -173,6 +174,51 @@ def test_ranks_for_which_ray_has_no_room_are_an_error_with_what_was_asked_and_wh
         "The cluster has 127.0.0.1 (CPU 2, GPU 0); free: CPU 2, GPU 0. Lower placement.ranks"
     )
     assert reserved == "2 seats"
+
+
+@contextmanager
+def gone_cluster(monkeypatch: pytest.MonkeyPatch, listens: bool) -> Iterator[socket.socket]:
+    """Set RAY_ADDRESS to a port that refuses connections, or that accepts them and never answers."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        if listens:
+            bound.listen()
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{bound.getsockname()[1]}")
+        monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray asks at 127.0.0.1 itself
+        yield bound
+
+
+@pytest.mark.parametrize("listens", [False, True], ids=["refuses", "silent"])
+async def test_a_cluster_that_does_not_answer_within_ready_timeout_s_is_an_error_that_names_ray_address(
+    listens: bool, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gone_cluster(monkeypatch, listens) as cluster:
+        job = job_in(tmp_path / "job", tiny_model, BY_RAY, "trainer.ready_timeout_s=3")
+        async with rolemesh("run", written(job, tmp_path)) as launched, asyncio.timeout(60):
+            code, output = await launched.end()
+        assert code == 1, output
+        error = " ".join(output[output.index("error:") :].split())
+        assert error.startswith(
+            f"error: no Ray cluster at RAY_ADDRESS=127.0.0.1:{cluster.getsockname()[1]}: no answer within 3 s. "
+            "Start it (`ray start --head`), set RAY_ADDRESS to one that runs, or unset RAY_ADDRESS"
+        )
+    assert not list((job.run_dir / "logs").glob("*.log"))
+
+
+async def test_a_run_that_waits_for_a_cluster_ends_at_a_signal(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gone_cluster(monkeypatch, listens=True) as cluster:
+        cluster.setblocking(False)
+        job = job_in(tmp_path / "job", tiny_model, BY_RAY)
+        async with rolemesh("run", written(job, tmp_path)) as launched:
+            async with asyncio.timeout(DEADLINE_S):
+                connection, _ = await asyncio.get_running_loop().sock_accept(cluster)
+            with connection:
+                launched.process.send_signal(signal.SIGTERM)
+                async with asyncio.timeout(60):
+                    code, output = await launched.end()
+    assert code == 128 + signal.SIGTERM, output
 
 
 def test_a_head_that_the_chart_starts_asks_for_a_token_and_has_no_dashboard_and_no_server_of_clients(

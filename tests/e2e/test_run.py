@@ -320,7 +320,8 @@ def test_a_model_that_was_cut_short_is_refused_before_any_process_starts(
     job = small_job(tmp_path, broken, "run")
     answer = command("run", written(job, tmp_path))
     assert answer.returncode in (1, 2)
-    assert f"{broken / 'model.safetensors'} is incomplete: expected" in answer.stderr
+    assert f"{broken / 'model.safetensors'} cannot be read: " in answer.stderr
+    assert "copy or download it again" in answer.stderr
     assert pids(job) == {}
 
 

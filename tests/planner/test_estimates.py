@@ -24,6 +24,7 @@ from rolemesh.planner.memory import kv_bytes_per_token, logits_bytes, role_memor
 from rolemesh.planner.refusal import least_memory, least_on_gpu
 from rolemesh.planner.search import search
 from rolemesh.planner.shapes import ModelShape, read_shape
+from rolemesh.ranks.files import TensorFiles
 
 # -------------------------------------------------------------------------------------- shapes
 
@@ -83,6 +84,35 @@ def test_a_directory_that_describes_no_model_is_an_error(tmp_path: Path, text: s
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelNotFound, match="critic"):
         read_shape(ModelConfig(path=str(tmp_path)), "critic")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "[]",
+        '{"a": ' * 50_000 + "1" + "}" * 50_000,
+        '{"a": {"dtype": "F32", "data_offsets": [0, 4]}}',
+        '{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}',
+        '{"a": {"dtype": "F32", "shape": 1, "data_offsets": [0, 4]}}',
+        '{"a": {"dtype": 32, "shape": [1], "data_offsets": [0, 4]}}',
+        '{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}',
+        '{"a": null}',
+        "{",
+        "\ufeff{}",
+    ],
+    ids=lambda header: header[:50],
+)
+def test_weights_of_which_the_header_is_anything_else_are_one_sentence(
+    tiny_model: Path, tmp_path: Path, header: str
+) -> None:
+    shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header.encode()).to_bytes(8, "little") + header.encode() + bytes(4))
+    with pytest.raises(ModelNotFound, match=f"{file} cannot be read: ") as planned:
+        read_shape(ModelConfig(path=str(tmp_path)), "actor")
+    assert len(str(planned.value).splitlines()) == 1
+    with pytest.raises(ModelNotFound, match=f"{file} cannot be read: "):
+        TensorFiles.of_model(tmp_path)
 
 
 def test_a_model_that_is_not_there_is_named_with_what_makes_it_as_by_those_who_load_it(tmp_path: Path) -> None:

@@ -150,6 +150,16 @@ def test_no_file_but_the_interpreters_is_read(sandbox: Sandbox, tmp_path: Path) 
     refused(sandbox, *(f"open({str(path)!r}).read()" for path in files))
 
 
+def test_a_link_shows_where_it_leads_and_nothing_of_what_is_there(sandbox: Sandbox) -> None:
+    """Python needs that: without readlink, inspect.stack and os.path.realpath raise PermissionError."""
+    refused(sandbox, "os.listdir('/proc/self/cwd')", "open('/proc/self/cwd/etc/passwd').read()")
+    program = (
+        "import inspect, os\nprint(os.readlink('/proc/self/cwd'), os.path.realpath('/proc/self/cwd'))\n"
+        "print([frame.function for frame in inspect.stack()][0])\n"
+    )
+    assert attempt(sandbox, program) == Outcome(0, "/ /\n<module>\n")
+
+
 def test_installed_packages_are_not_readable(sandbox: Sandbox) -> None:
     packages = Path(sys.base_prefix, "lib", f"python{sys.version_info.major}.{sys.version_info.minor}")
     installed = next((packages / "site-packages").rglob("*.py"), None)

@@ -149,12 +149,22 @@ def test_images_of_both_targets_have_names_of_their_own(given: list[str], target
     assert ran.stdout.split()[2:] == [f"localhost/rolemesh:{__version__}{kind}", "--target", target]
 
 
+def kept_for_the_image() -> set[str]:
+    return {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line[0] == "!"}
+
+
+def test_the_links_of_the_package_lead_to_what_the_image_has() -> None:
+    links = (path for path in (ROOT / "rolemesh").iterdir() if path.is_symlink())
+    targets = {str(link.resolve().relative_to(ROOT)) for link in links}
+    assert targets == {"charts/rlhf-job/placements", "configs", "services"}
+    assert targets <= kept_for_the_image()
+
+
 def test_the_dockerfile_copies_nothing_that_is_ignored() -> None:
-    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line[0] == "!"}
     copies = [line.split() for lines in stages().values() for line in lines if line.startswith("COPY ")]
     copied = {name for _, *names, _ in copies for name in names if not names[0].startswith("--from")}
     assert "scripts/image-requirements" in copied
-    assert copied - {"."} <= kept
+    assert copied - {"."} <= kept_for_the_image()
 
 
 @pytest.mark.parametrize("version", [(3, 10, 9), (3, 13, 1)])

@@ -24,7 +24,7 @@ from rolemesh.errors import WeightsUnavailable
 from rolemesh.models.loading import load_causal_lm, named_weights
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.roles import methods
-from rolemesh.rpc.calling.clients import ActorClient, RolloutClient
+from rolemesh.rpc.calling.clients import ActorClient, RolloutClient, relays_among
 from rolemesh.rpc.contract import ACTOR, ROLLOUT, WEIGHTS
 from rolemesh.rpc.serving.server import RoleServer
 from rolemesh.services.actor.servicer import ActorServicer
@@ -81,6 +81,28 @@ async def test_every_engine_has_the_actors_parameters_bit_for_bit(
             num_bytes = sum(tensor.nbytes for tensor in named_weights(worker.model).values())
             assert sent.get() - before <= 1.2 * num_bytes * (not shared)
             await actor.update(sequence_batch(16))
+
+
+async def test_each_replica_has_at_most_eight_sources_however_many_are_before_it(job: JobConfig) -> None:
+    """The replicas 1, 2, 4, … places before it, and the actor last."""
+    told: dict[int, list[str]] = {}
+
+    class Told(RolloutWorker):
+        async def update_weights(self, source: WeightSource) -> None:
+            assert isinstance(source, RemoteWeights)
+            told[workers.index(self)] = source.sources
+            await super().update_weights(source)
+
+    workers: list[RolloutWorker] = [Told(job) for _ in range(12)]
+    async with nodes(*workers) as replicas, trained_actor(job) as (actor, _), client(job, *replicas) as rollout:
+        published = await actor.publish_weights(1)
+        assert isinstance(published, RemoteWeights)
+        await rollout.update_weights(published)
+    chain = [node.address for node in replicas]
+    for place, back in ((0, []), (1, [1]), (3, [1, 2]), (11, [1, 2, 4, 8])):
+        assert told[place] == [*(chain[place - each] for each in back), *published.sources]
+    many = [f"rollout-{place}:1" for place in range(5000)]
+    assert relays_among(many) == [f"rollout-{5000 - back}:1" for back in (1, 2, 4, 8, 16, 32, 64)]
 
 
 @pytest.mark.skipif(not region.CAN_SHARE, reason="sealed memory is Linux's")

@@ -35,6 +35,8 @@ from rolemesh.validation import BatchValidator
 from rolemesh.weights.remote import RemoteWeights
 from rolemesh.weights.source import WeightSource
 
+MAX_RELAYS = 7  # that a replica may pull a version of the weights from, besides the actor
+
 
 class RoleClient:
     """Base of every client: a pool of one role's replicas, and the methods of the role.
@@ -162,8 +164,10 @@ class _Trained(RoleClient):
         request = FinishCheckpointRequest(directory=_absolute(directory))
         await self._dispatcher.call("FinishCheckpoint", request)
 
-    async def load_checkpoint(self, directory: Path | None) -> None:
-        request = LoadCheckpointRequest(directory=_absolute(directory) if directory else "")
+    async def load_checkpoint(self, directory: Path | None, num_training_steps: int | None = None) -> None:
+        request = LoadCheckpointRequest(
+            directory=_absolute(directory) if directory else "", num_training_steps=num_training_steps or 0
+        )
         await self._dispatcher.call("LoadCheckpoint", request)
 
 
@@ -250,8 +254,9 @@ class RolloutClient(RoleClient):
     async def update_weights(self, source: WeightSource) -> None:
         """Send a version of the weights to every live replica, in a chain.
 
-        Each replica pulls from the replicas before it in the chain, the nearest first, or from the actor. A
-        replica that fails leaves the pool, and returns when it has the version.
+        Each replica pulls from the replica before it in the chain, or else from one further back
+        (`relays_among`), or from the actor. A replica that fails leaves the pool, and returns when it has the
+        version.
 
         Raises:
             WeightsUnavailable: no replica could load the version; the message has the reason of each. Replicas
@@ -263,8 +268,9 @@ class RolloutClient(RoleClient):
                 "from an address; publish them from an actor that is served"
             )
 
-        async def take(replica: Replica, relays: Sequence[Replica]) -> None:
-            sources = [*(relay.address for relay in reversed(relays)), *source.sources]
+        async def take(replica: Replica, earlier: Sequence[Replica]) -> None:
+            relays = relays_among([each.address for each in earlier])
+            sources = [*relays, *source.sources]
             request = UpdateWeightsRequest(sources=sources, version=source.version, digest=source.digest)
             await self._dispatcher.tell("UpdateWeights", replica, request, self._sync_timeout_s)
 
@@ -286,6 +292,18 @@ class RolloutClient(RoleClient):
                 break
         failed = "; ".join(str(problem) for problem in problems)
         raise WeightsUnavailable(f"no rollout could load weights version {source.version}: {failed}")
+
+
+def relays_among(earlier: Sequence[str]) -> list[str]:
+    """Choose which of the replicas before one in the chain it may pull the weights from, in this order.
+
+    Those 1, 2, 4, … 64 places before it, so a request has the same size for any number of replicas. Each place
+    is twice as far back as the one before, because neighbours often fail together, with their machine.
+
+    Args:
+        earlier: addresses of the replicas before it, in the order of the chain.
+    """
+    return [earlier[-(2**k)] for k in range(MAX_RELAYS) if 2**k <= len(earlier)]
 
 
 async def _problem(call: Awaitable[None]) -> RolemeshError | None:

@@ -25,7 +25,7 @@ class Trained(Protocol):
 
     async def finish_checkpoint(self, directory: Path) -> None: ...
 
-    async def load_checkpoint(self, directory: Path | None) -> None: ...
+    async def load_checkpoint(self, directory: Path | None, num_training_steps: int | None = None) -> None: ...
 
 
 class TrainedServicer:
@@ -60,5 +60,6 @@ class TrainedServicer:
     async def LoadCheckpoint(
         self, request: checkpoint_pb2.LoadCheckpointRequest, context: Context
     ) -> checkpoint_pb2.LoadCheckpointResponse:
-        await self._trained.load_checkpoint(Path(request.directory) if request.directory else None)
+        directory = Path(request.directory) if request.directory else None
+        await self._trained.load_checkpoint(directory, request.num_training_steps or None)
         return checkpoint_pb2.LoadCheckpointResponse()

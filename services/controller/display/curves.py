@@ -11,8 +11,11 @@ from rolemesh.services.controller.record import STEP, Record
 
 log = logging.getLogger(__name__)
 
+Line = tuple[str, list[float], list[float]]  # label, steps, values
+
 INK, GRID = "#1f2937", "#e5e7eb"
-COLOURS = ("#2563eb", "#d97706", "#16a34a", "#dc2626")
+# A later line lets the earlier ones show between its dashes: score and score less KL may be the same.
+LINES = (("#2563eb", "-"), ("#d97706", "--"), ("#16a34a", ":"), ("#dc2626", "-."))
 
 # Title to metric keys with their legends. A key that ends in "*" matches all metrics with that prefix.
 PANELS: dict[str, dict[str, str]] = {
@@ -31,13 +34,20 @@ PANELS: dict[str, dict[str, str]] = {
         "actor/pg_loss": "policy",
         "critic/vf_loss": "value",
     },
+    "Conversation, per row": {
+        "conversation/turns/mean": "turns",
+        "conversation/tool_calls/mean": "tool calls",
+        "conversation/tool_errors/mean": "failed tool calls",
+    },
+    "Reward by the environment": {"conversation/reward/mean": "reward"},
 }
 
-FROM_ZERO = ("Entropy, nats", "Response length, tokens")  # axes that start at 0, to show changes in proportion
+# axes that start at 0, to show changes in proportion
+FROM_ZERO = ("Entropy, nats", "Response length, tokens", "Conversation, per row")
 
 
 def draw_curves(records: Sequence[Record], path: Path, title: str) -> None:
-    """Draw up to six panels over steps; panels without any metric of the job are left out.
+    """Draw the panels over steps; those without any metric of the job are left out.
 
     What fails is logged: a missing picture must not hide how a run ended.
 
@@ -56,7 +66,7 @@ def _draw(records: Sequence[Record], path: Path, title: str) -> None:
     records = sorted(
         records, key=lambda record: record[STEP] or 0
     )  # a later validation may be of an earlier step
-    panels = [(name, lines) for name, keys in PANELS.items() if (lines := _lines(records, keys))]
+    panels = panels_of(records)
     if not panels:
         return
     import matplotlib.ticker as ticker
@@ -77,8 +87,8 @@ def _draw(records: Sequence[Record], path: Path, title: str) -> None:
     for axes in grid.flat[len(panels) :]:
         axes.remove()
     for axes, (name, lines) in zip(grid.flat, panels, strict=False):
-        for colour, (label, steps, values) in zip(COLOURS * 8, lines, strict=False):
-            _draw_line(axes, colour, label, steps, values)
+        for (colour, style), (label, steps, values) in zip(LINES * 8, lines, strict=False):
+            _draw_line(axes, colour, style, label, steps, values)
         axes.set_title(name, fontsize=11, color=INK, loc="left")
         axes.set_xlabel("step", fontsize=9, color=INK)
         axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, nbins=6))
@@ -94,26 +104,31 @@ def _draw(records: Sequence[Record], path: Path, title: str) -> None:
     canvas.print_png(path)
 
 
+def panels_of(records: Sequence[Record]) -> list[tuple[str, list[Line]]]:
+    """Return the title and the lines of each panel that has any."""
+    return [(title, lines) for title, keys in PANELS.items() if (lines := _lines(records, keys))]
+
+
 def _plain(text: str) -> str:
     """Return text for matplotlib, which would read what is between two $ as a formula."""
     return text.replace("$", r"\$")
 
 
-def _draw_line(axes: Any, colour: str, label: str, steps: list[float], values: list[float]) -> None:
-    few = len(values) <= 30
+def _draw_line(axes: Any, colour: str, style: str, label: str, steps: list[float], values: list[float]) -> None:
     noisy = len(values) > 30
     axes.plot(
         steps,
         values,
         color=colour,
+        linestyle=style,
         alpha=0.3 if noisy else 1,
         linewidth=1.0 if noisy else 1.6,
-        marker="o" if few else None,
+        marker=None if noisy else "o",
         markersize=3.5,
         label=None if noisy else label,
     )
     if noisy:
-        axes.plot(steps, _smooth(values), color=colour, linewidth=1.8, label=label)
+        axes.plot(steps, _smooth(values), color=colour, linestyle=style, linewidth=1.8, label=label)
 
 
 def _smooth(values: list[float], window: int = 9) -> list[float]:
@@ -123,7 +138,7 @@ def _smooth(values: list[float], window: int = 9) -> list[float]:
     return [sum(span) / len(span) for span in spans]
 
 
-def _lines(records: Sequence[Record], keys: dict[str, str]) -> list[tuple[str, list[float], list[float]]]:
+def _lines(records: Sequence[Record], keys: dict[str, str]) -> list[Line]:
     """Return label, steps and values of each matching metric in the records."""
     wanted: dict[str, str] = {}
     for key, label in keys.items():

@@ -27,6 +27,7 @@ from rolemesh.services.controller.display.own_thread import END_S, LibraryLogger
 from rolemesh.services.controller.display.summary import accuracy_by_step
 from rolemesh.services.controller.display.table import ACCURACY, StepTable
 from rolemesh.services.controller.record import METRICS_FILE, STEP
+from rolemesh.services.controller.run.durably import write_durably
 from rolemesh.services.controller.run.run_dir import read_metrics
 from rolemesh.telemetry.metrics import (
     STEP_ENDED,
@@ -376,5 +377,5 @@ def _kept_id(path: Path, goes_on: bool, make: Callable[[], str]) -> str:
         return path.read_text(encoding="utf-8").strip()
     path.parent.mkdir(parents=True, exist_ok=True)
     run_id = make()
-    path.write_text(run_id + "\n", encoding="utf-8")
+    write_durably(path, run_id + "\n")
     return run_id

@@ -9,8 +9,8 @@ import torch
 
 from rolemesh.config import JobConfig
 from rolemesh.data import PromptDataset
-from rolemesh.data.dataset import check_scoring, limited, scoring_columns
-from rolemesh.data.files import FileRows
+from rolemesh.data.dataset import check_scoring, left_out, limited, scoring_columns
+from rolemesh.data.files import FileRows, keys_of_columns
 from rolemesh.data.texts import ResponseTexts
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidData
@@ -47,13 +47,16 @@ class ResponseRows:
         self._by_tokens = self._by_model or job.reward.overlong_buffer.enable
         required = tuple(dict.fromkeys((response_key, config.reward_fn_key, config.reward_model_key)))
         ids = (IDS,) if self._by_tokens and response_key == RESPONSES else ()
-        self._source = FileRows([data_file(file) for file in config.val_files], required, ("extra_info", *ids))
+        keys = {**keys_of_columns(config), response_key: "--response-key"}
+        files = [data_file(file) for file in config.val_files]
+        self._source = FileRows(files, required, ("extra_info", *ids), keys)
         self._prompts: PromptDataset | None = None  # only a reward model sees them
         if self._by_model:
             self._prompts = PromptDataset(config.val_files, config, tokenizer, split="val")
-            self._positions = self._prompts.positions
+            self._positions, self.left_out = self._prompts.positions, self._prompts.left_out
         else:
             self._positions = limited(len(self._source), config.val_max_samples, config).tolist()
+            self.left_out = left_out(len(self._source), len(self._positions), 0, "val")
         self.n = self._check()
 
     def __len__(self) -> int:

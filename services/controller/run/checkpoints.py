@@ -128,8 +128,17 @@ class Checkpoints:
             with _logged(path):
                 shutil.rmtree(path)
 
-    async def load(self, path: Path, roles: Roles, settings: dict[str, Any]) -> ControllerState:
-        """Restore the roles, and return the controller's state. Raises as `read` and the roles do."""
+    async def load(
+        self, path: Path, roles: Roles, settings: dict[str, Any], num_training_steps: int | None = None
+    ) -> ControllerState:
+        """Restore the roles, and return the controller's state. Raises as `read` and the roles do.
+
+        Args:
+            path: the checkpoint.
+            roles: of whom actor and critic have a part in it.
+            settings: as for `read`.
+            num_training_steps: of the whole run; None: as the roles' job says.
+        """
         state = self.read(path, settings)
         compared = compare(state.kept_settings, settings)
         if compared.changed:
@@ -151,7 +160,10 @@ class Checkpoints:
             state = replace(state, waiting=load_batch(waiting)) if waiting.exists() else state
         except (OSError, InvalidBatch) as error:
             raise CheckpointFailed(f"{waiting} cannot be read: {error}") from error
-        await gather(roles.actor.load_checkpoint(path / "actor"), roles.critic.load_checkpoint(path / "critic"))
+        await gather(
+            roles.actor.load_checkpoint(path / "actor", num_training_steps),
+            roles.critic.load_checkpoint(path / "critic", num_training_steps),
+        )
         return state
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,6 +17,8 @@ from rolemesh.errors import InvalidConfig
 from rolemesh.services.controller.run.best import check_reportable
 from rolemesh.services.controller.run.profile import check_profile_steps
 
+logger = logging.getLogger(__name__)
+
 Dataset = PromptDataset | SupervisedDataset | PairDataset
 
 
@@ -28,7 +31,15 @@ def training_data(job: JobConfig, tokenizer: Any, agents: Agents | None) -> tupl
     if job.data.source.reads_files and not job.data.train_files:
         raise InvalidConfig("data.train_files is empty; expected one Parquet file or more")
     data = _dataset(job, job.data.train_files, "train", tokenizer, agents)
-    return data, PromptOrder(len(data), job.data), num_steps(job, len(data))
+    order, total_steps = PromptOrder(len(data), job.data), num_steps(job, len(data))
+    num_unseen = len(data) - total_steps * order.batch_size
+    if num_unseen > 0 and job.trainer.total_training_steps is None:
+        logger.warning(
+            "train: %d of %d rows are never seen: the number of steps is rounded down, to %d of %d rows; set "
+            "trainer.total_training_steps to %d, or another data.train_batch_size",
+            *(num_unseen, len(data), total_steps, order.batch_size, total_steps + 1),
+        )
+    return data, order, total_steps
 
 
 def num_steps(job: JobConfig, num_rows: int) -> int:

@@ -36,4 +36,6 @@ def named(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno is None:  # not of the system; its own words say more
+            raise
         raise OSError(error.errno, error.strerror, str(path)) from error

@@ -47,7 +47,7 @@ HINTS = {
     VALIDATION: "Validations from here on are of other rows, or of the same as another tokenizer or template "
     "writes them; trainer.save_best compares them with earlier ones all the same",
 }
-OF_THE_DATA = (NUM_PROMPTS, PROMPTS, COLUMNS, VALIDATION)
+OF_THE_DATA = (NUM_PROMPTS, PROMPTS, COLUMNS, VALIDATION, STEPS)  # the last with trainer.total_epochs alone
 MAY_CHANGE = re.compile(  # a warning, not an error
     r"(actor|critic)\.(optim\.\w+|ppo_mini_batch_size|ppo_epochs)|reward\.(?!rules$).+"
     rf"|rollout\.(multi_turn|val_kwargs|agent)\..+|reference\.model\.path|{FILE}.+|{VALIDATION}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
@@ -54,6 +55,8 @@ from rolemesh.telemetry import context
 from rolemesh.telemetry.metrics import CHECKPOINT_WRITTEN
 from rolemesh.v1.environment_pb2 import DescribeRequest
 
+log = logging.getLogger(__name__)
+
 
 class Run:
     """One run of a job.
@@ -94,6 +97,7 @@ class Run:
             lambda: self.status.stop_requested,
         )
         self._val = validation_data(job, tokenizer, self._agents)
+        self._warn_of_no_conversations()
         self._files = file_digests(job)  # as the roles begin with them, whatever is edited later
         self.job = with_total_steps(job, total_steps)
         self.status.total_steps = total_steps  # without a notification: this may run on another thread
@@ -174,6 +178,18 @@ class Run:
             observer.reset(token)
         return self._summary()
 
+    def _warn_of_no_conversations(self) -> None:
+        """Log a warning if the job has an environment, but no row has an agent that talks to it."""
+        data = [each for each in (self._train, self._val) if isinstance(each, PromptDataset)]
+        agents = {name for each in data for name in each.agents}
+        if agents and not any(AGENTS[name].converses for name in agents):
+            log.warning(
+                "rollout.multi_turn.enable is true, but the agent of every row is %s, so no row has an "
+                "environment or tools; set rollout.agent.default_agent_loop, or the rows' column agent_name, "
+                "to tool_agent or another agent, or set enable to false",
+                ", ".join(sorted(agents)),
+            )
+
     async def _meet_agents(self, environment: Environment) -> None:
         """Ask what the agents offer, and describe their tools in the prompts.
 
@@ -202,9 +218,10 @@ class Run:
         """
         start = start_of(self.job, self._checkpoints)
         write_config(self.job)
-        step = None
+        step, total = None, self.status.total_steps
         if start.checkpoint:
-            state = await self._checkpoints.load(start.checkpoint, self._roles, self._settings_to_keep())
+            settings = self._settings_to_keep()
+            state = await self._checkpoints.load(start.checkpoint, self._roles, settings, total)
             said = start.describe(state.step)
             self.display.console.print(said, style="dim", highlight=False, soft_wrap=True)
             self._kl.load_state_dict(state.kl_controller)
@@ -212,7 +229,10 @@ class Run:
             self._saved = (state.step, state.num_batches)
             step = state.step
         else:  # roles may have been trained by a controller that ended before its first checkpoint
-            await gather(self._roles.actor.load_checkpoint(None), self._roles.critic.load_checkpoint(None))
+            await gather(
+                self._roles.actor.load_checkpoint(None, total),
+                self._roles.critic.load_checkpoint(None, total),
+            )
         start.write_down()
         # After a load, no role writes for an earlier controller.
         await asyncio.to_thread(self._checkpoints.clear_partial)

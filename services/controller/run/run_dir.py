@@ -22,7 +22,7 @@ from rolemesh.config.base import absolute_path
 from rolemesh.config.yaml_file import read_yaml
 from rolemesh.data.texts import ResponseTexts
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import InvalidConfig, RolemeshError
+from rolemesh.errors import InvalidConfig, RolemeshError, unreadable
 from rolemesh.home import Home, lock
 from rolemesh.rpc.term import Term
 from rolemesh.services.controller.record import ADDRESS_FILE, ENDED_AT, STEP, Record
@@ -85,19 +85,29 @@ def read_metrics(path: Path) -> list[Record]:
 
 
 @contextmanager
-def held(run_dir: Path, otherwise: str = OTHER_RUN) -> Iterator[None]:
+def held(run_dir: Path, otherwise: str = OTHER_RUN, key: str = "trainer.default_local_dir") -> Iterator[None]:
     """Lock a run directory for one run. The lock is released when the process ends, in whatever way.
 
     Args:
         run_dir: the directory; it is made.
         otherwise: completes the error, after the directory, if another process holds the lock.
+        key: of the job file, or option of the command, that chooses another directory.
 
     Raises:
         AnotherRun: another process holds the lock.
+        InvalidConfig: no file can be made in the directory.
+        OSError: the same, for a reason that may pass.
         RolemeshError: the file system has no locks.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / ".lock").open("a") as file:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        opened = (run_dir / ".lock").open("a")
+    except OSError as error:
+        message = (
+            f"{run_dir} cannot be written: {error.strerror}; set {key} to a place where this user may write"
+        )
+        raise unreadable(InvalidConfig, error, message) from error
+    with opened as file:
         try:
             lock(file, run_dir)
         except BlockingIOError:
@@ -223,9 +233,9 @@ def dump(rows: list[dict[str, Any]], directory: str | None, step: int) -> None:
     """Write rows to <directory>/<step>.jsonl atomically; do nothing without a directory."""
     if directory:
         lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-        folder = absolute_path(directory)
-        with Home(folder).writing(folder) as into:
-            (into / f"{step}.jsonl").write_text("".join(lines), encoding="utf-8")
+        folder, name = absolute_path(directory), f"{step}.jsonl"
+        with named(folder / name), Home(folder).writing(folder) as into:
+            (into / name).write_text("".join(lines), encoding="utf-8")
 
 
 def _ids(ids: Tensor, mask: Tensor) -> list[list[int]]:

@@ -61,7 +61,8 @@ def groups_with_spread(answered: DataProto, job: JobConfig) -> list[DataProto]:
         job: selects the metric: correctness (acc), or the reward (all others).
     """
     column: Tensor = answered[_metric_reads(job)[0]]
-    values = column.reshape(len(answered), -1).sum(dim=1).reshape(-1, job.rollout.n)  # [prompts, n]
+    # float64: rewards of several turns, added in another order, have another sum in float32
+    values = column.double().reshape(len(answered), -1).sum(dim=1).reshape(-1, job.rollout.n)  # [prompts, n]
     differ = (values != values[:, :1]).any(dim=1)
     rows = DataProto(
         answered.tensors, answered.non_tensors

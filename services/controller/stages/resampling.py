@@ -32,7 +32,7 @@ def resample(batch: DataProto, job: JobConfig, step: int) -> tuple[DataProto, Me
     if not job.algorithm.use_pf_ppo:
         return batch, {}
     pf_ppo = job.algorithm.pf_ppo
-    scores = batch["token_level_scores"].sum(dim=1)
+    scores = batch["token_level_scores"].double().sum(dim=1)  # rounded sums of equal scores may differ
     weights = resampling_weights(scores, method=pf_ppo.reweight_method, power=pf_ppo.weight_pow)
     rows = draw_rows(weights, job.rollout.seed, step)
     return batch.select_idxs(rows), {"actor/share_of_rows_drawn": len(set(rows.tolist())) / len(rows)}

@@ -114,7 +114,7 @@ class Given:
     async def finish_checkpoint(self, directory: Path) -> None:
         raise AssertionError("a page saves no checkpoint")
 
-    async def load_checkpoint(self, directory: Path | None) -> None:
+    async def load_checkpoint(self, directory: Path | None, num_training_steps: int | None = None) -> None:
         raise AssertionError("a page loads no checkpoint")
 
 
@@ -228,6 +228,17 @@ def test_answers_differ_where_one_is_not_equal_to_another_and_only_these_are_hel
     assert group["acc"].tolist() == [3, 4, 5]
     assert group["acc"].untyped_storage().nbytes() == 3 * 4
     assert group.meta_info == {}  # groups of several steps come together
+
+
+def test_rewards_by_turn_with_one_sum_are_equal_in_whatever_order_they_came(world: World) -> None:
+    """In float32 0.1 + 0.1 + 0.6 and 0.6 + 0.1 + 0.1 are two numbers. In the second group one turn differs."""
+    equal = [[0.1, 0.1, 0.6], [0.1, 0.6, 0.1], [0.6, 0.1, 0.1]]
+    rewards = torch.tensor([*equal, [0.1, 0.1, 0.6], [0.1, 0.1, 0.6], [0.1, 0.1, 0.7]])
+    first, last = rewards[0], rewards[2]
+    assert (first[0] + first[1]) + first[2] != (last[0] + last[1]) + last[2]
+    job = world.job.model_copy(update={"rollout": world.job.rollout.model_copy(update={"n": 3})})
+    answered = DataProto({"token_level_scores": rewards, "acc": torch.arange(6.0)})
+    assert [group["acc"].tolist() for group in groups_with_spread(answered, job)] == [[3, 4, 5]]
 
 
 async def test_a_step_that_others_have_filled_answers_no_prompt(world: World) -> None:

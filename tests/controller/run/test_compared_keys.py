@@ -144,7 +144,7 @@ def test_a_checkpoint_of_a_version_that_kept_other_spellings_is_compared_in_what
 NOT_KEPT = {
     "a digest of the rows has what it changes": """
         data.val_files data.*_key data.apply_chat_template_kwargs data.truncation data.filter_overlong_prompts
-        data.*_max_samples rollout.agent.default_agent_loop""",
+        data.*_max_samples rollout.agent.default_agent_loop actor.model.custom_chat_template""",
     "kept under another name": """
         plugins algorithm.filter_groups.enable critic.enable actor.clip_ratio actor.clip_ratio_* rollout.mode
         trainer.max_staleness trainer.total_epochs *.model.revision data.max_length""",

@@ -10,8 +10,10 @@ from pathlib import Path
 
 from torch import tensor
 
+from rolemesh.config.model import ModelConfig
 from rolemesh.data.texts import ResponseTexts
 from rolemesh.dataproto import DataProto
+from rolemesh.models.loading import load_tokenizer
 from rolemesh.services.controller.run.run_dir import write_answers
 
 
@@ -62,4 +64,11 @@ async def test_without_a_directory_only_the_answers_that_are_shown_are_decoded(t
     texts = ResponseTexts(tokenizer, skip_special_tokens=True)
     assert await write_answers(three_rows(), 7, texts, None, 2) == ROWS[:2]
     assert tokenizer.decoded == [2, 2]  # prompts and responses
+    assert await write_answers(three_rows(), 7, texts, None, 0) == []
+
+
+async def test_a_run_that_shows_and_writes_no_answers_of_its_validations_decodes_none(tiny_model: Path) -> None:
+    """trainer.log_val_generations: 0, with the tokenizer of a model."""
+    texts = ResponseTexts(load_tokenizer(ModelConfig(path=str(tiny_model))), skip_special_tokens=True)
+    assert texts([]) == []
     assert await write_answers(three_rows(), 7, texts, None, 0) == []

@@ -106,8 +106,8 @@ class Observed:
     async def finish_checkpoint(self, directory: Path) -> None:
         await self.roles.actor.finish_checkpoint(directory)
 
-    async def load_checkpoint(self, directory: Path | None) -> None:
-        await self.roles.actor.load_checkpoint(directory)
+    async def load_checkpoint(self, directory: Path | None, num_training_steps: int | None = None) -> None:
+        await self.roles.actor.load_checkpoint(directory, num_training_steps)
 
     def watched(self) -> Roles:
         return replace(self.roles, rollout=self, actor=self)
