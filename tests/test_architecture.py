@@ -1,9 +1,4 @@
-"""The arrows between the parts, and what nobody may use. Read from the sources, without importing them.
-
-    python tests/test_architecture.py
-
-prints the longest files and the fullest folders, which have no limit.
-"""
+"""The arrows between the parts, and what nobody may use. Read from the sources, without importing them."""
 
 from __future__ import annotations
 
@@ -191,14 +186,3 @@ def test_every_package_has_a_docstring() -> None:
         init = room / "__init__.py"
         if init.exists():
             assert ast.get_docstring(parsed(init.read_text())), f"{name_of(init)} says nothing"
-
-
-def print_sizes() -> None:
-    lengths = Counter({name_of(path): len(path.read_text().splitlines()) for path in OURS})
-    rooms = Counter(name_of(path.parent) for path in OURS)
-    print("lines:  ", *(f"{number} {name}" for name, number in lengths.most_common(5)), sep="  ")
-    print("modules:", *(f"{number} {name}" for name, number in rooms.most_common(5)), sep="  ")
-
-
-if __name__ == "__main__":
-    print_sizes()

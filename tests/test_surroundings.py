@@ -12,10 +12,12 @@ from pathlib import Path
 from syntax_trees import parsed
 
 ROOT = Path(__file__).parents[1]
-# They expect that outputs/tiny/model is not there, that the Hub is asked, and that a fetched model needs none.
+# They expect that outputs/tiny/model is not there, that the Hub is asked, also by processes, and that a fetched
+# model needs none.
 OF_THE_HUB = (
     "test_a_path_that_is_neither_directory_nor_hub_name_is_refused",
     "test_a_plan_downloads_the_configuration_alone",
+    "test_two_processes_at_once_fetch_once",
     "test_a_fetched_model_is_used_offline",
 )
 

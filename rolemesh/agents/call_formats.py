@@ -1,8 +1,9 @@
 """Parse a policy's text into calls of tools. rolemesh/catalog/call_formats.py lists them.
 
 A call in a thought is text. A thought begins with <think>, or with the turn where the prompt ends with <think>,
-and ends with </think>. Without </think> there is no thought: some models call a tool without closing theirs,
-and the parser of SGLang for Qwen3 reads such a call, too.
+and ends with </think>. If no thought came before, a </think> that no <think> opens ends the prompt's thought;
+after any thought it is text. Without </think> there is no thought: some models call a tool without closing
+theirs, and the parser of SGLang for Qwen3 reads such a call, too.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ THINK, THOUGHT = "<think>", "</think>"
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 TAGS = re.compile("|".join((THINK, THOUGHT, OPENING)))
 THOUGHT_TAGS = re.compile("|".join((THINK, THOUGHT)))
+CALL_TAGS = re.compile("|".join((OPENING, CLOSING)))
 CALL_ENDS = re.compile("|".join((CLOSING, THOUGHT)))
+CLOSINGS = re.compile(CLOSING)
 PYTHON_TAG = "<|python_tag|>"
-BETWEEN_CALLS = re.compile(rf"(?:[;\s]|{re.escape(PYTHON_TAG)})*")
+# Not (?:[;\s]|tag)*, for which the module re keeps a hundred bytes of memory for each blank.
+BETWEEN_CALLS = re.compile(rf"[;\s]*(?:{re.escape(PYTHON_TAG)}[;\s]*)*")
 SPACE = re.compile(r"\s*")
 ARGUMENTS = ("arguments", "parameters")  # models write either, whatever their template shows
 OTHER_KEYS = {"name", "type", "id"}  # any further key may hold the arguments
@@ -73,18 +77,23 @@ def _tagged(text: str) -> tuple[list[str], list[str], str]:
     outside: list[str] = []
     inside: list[str] = []
     at = begin = 0  # of the text outside of calls, and of what is looked at
+    has_thought = False
     last = text.rfind(THOUGHT)
     while (tag := TAGS.search(text, begin)) is not None:
         begin = tag.end()
         if tag[0] == THINK:
             if begin <= last:
                 begin = text.index(THOUGHT, begin) + len(THOUGHT)
-        elif tag[0] == THOUGHT:  # the prompt began the thought, so nothing before is a call
-            outside, inside, at = [], [], 0
+                has_thought = True
+        elif tag[0] == THOUGHT:
+            if not has_thought:  # the prompt began the thought, so nothing before is a call
+                outside, inside, at, has_thought = [], [], 0, True
         else:
             # No more calls are read, and a failure of the decoder takes time linear in the whole text.
             after = _after_object(text, begin) if len(inside) < MAX_CALLS else begin
-            end = CALL_ENDS.search(text, after)
+            end = (CLOSINGS if has_thought else CALL_ENDS).search(text, after)
+            if end is not None and end[0] == THOUGHT and after == begin:
+                end = _closing_of_broken(text, begin) or end
             if end is None:
                 return [*outside, text[at : tag.start()]], inside, text[tag.start() :]
             if end[0] == THOUGHT:
@@ -94,6 +103,16 @@ def _tagged(text: str) -> tuple[list[str], list[str], str]:
             inside.append(text[begin : end.start()])
             at = begin = end.end()
     return [*outside, text[at:]], inside, ""
+
+
+def _closing_of_broken(text: str, begin: int) -> re.Match[str] | None:
+    """Return the closing tag of a call whose JSON is broken and has </think>; None if a thought ends there.
+
+    It is a call if it begins as one and its closing tag is the next tag of calls.
+    """
+    is_object = text.startswith("{", _skip(SPACE, text, begin))
+    tag = CALL_TAGS.search(text, begin) if is_object else None
+    return tag if tag is not None and tag[0] == CLOSING else None
 
 
 def _after_object(text: str, begin: int) -> int:
@@ -125,16 +144,16 @@ def llama3_json(text: str) -> tuple[str, list[Call]]:
     Returns:
         the text outside of calls, and the calls.
     """
-    begin = 0
+    begin, has_thought = 0, False
     while True:
         begin = _skip(SPACE, text, begin)
         if text.startswith(THINK, begin) and (closes := text.find(THOUGHT, begin)) >= 0:
-            begin = closes + len(THOUGHT)
+            begin, has_thought = closes + len(THOUGHT), True
             continue
         calls, end = _objects(text, begin)
-        if (after := _after_prompts_thought(text, end)) < 0:
+        if has_thought or (after := _after_prompts_thought(text, end)) < 0:
             return (text[:begin] + text[end:]).strip() if calls else text, calls
-        begin = after
+        begin, has_thought = after, True
 
 
 def _objects(text: str, begin: int) -> tuple[list[Call], int]:
@@ -158,14 +177,12 @@ def _objects(text: str, begin: int) -> tuple[list[Call], int]:
 
 
 def _after_prompts_thought(text: str, begin: int) -> int:
-    """Return the index after the first </think> that no <think> after `begin` opens; -1 if there is none."""
-    while (tag := THOUGHT_TAGS.search(text, begin)) is not None:
-        if tag[0] == THOUGHT:
-            return tag.end()
-        if (closes := text.find(THOUGHT, begin)) < 0:
-            break
-        begin = closes + len(THOUGHT)
-    return -1
+    """Return the index after the thought that the prompt began, if it ends after `begin`; else -1.
+
+    It ends at the first </think>, unless a <think> comes before.
+    """
+    tag = THOUGHT_TAGS.search(text, begin)
+    return tag.end() if tag is not None and tag[0] == THOUGHT else -1
 
 
 def checked(read: Any) -> tuple[str, list[Call]]:

@@ -23,6 +23,9 @@ WITH_BLANKS = f"\n {MARK} \n"
 class Template:
     """A tokenizer's chat template, for conversations that grow.
 
+    Attributes:
+        ends_turn: text that it writes after a turn of the policy, before any message follows.
+
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
         variables: of the template (data.apply_chat_template_kwargs).
@@ -34,7 +37,7 @@ class Template:
     def __init__(self, tokenizer: Any, variables: Mapping[str, Any] | None = None) -> None:
         self._tokenizer, self._variables = tokenizer, variables or {}
         self._begun = self._render([ASKS, SAID], opens=False)
-        _, found, self._ends_turn = self._begun.rpartition(MARK)
+        _, found, self.ends_turn = self._begun.rpartition(MARK)
         if not found:
             raise self._refused("its output does not contain the text of the policy's turn unchanged")
 
@@ -45,7 +48,7 @@ class Template:
             messages: what is said to the policy.
             end: text of the special token at the end of the policy's turn; "" if it ends without one.
         """
-        return self._ids(_after_end(self._ends_turn + self._added(messages), end), end or MARK)
+        return self._ids(_after_end(self.ends_turn + self._added(messages), end), end or MARK)
 
     def after_all(self, prompt: list[int], said: Chat, messages: Chat, end: str) -> tuple[bool, list[int]]:
         """Return whether the template writes anew what was said, and the ids: if so, of the whole conversation;
@@ -137,8 +140,8 @@ class Template:
             said = [MARK] + ([THOUGHT + MARK, WITH_BLANKS] if rewrites == "refuse" else [])
             for text in said:
                 turn = {"role": "assistant", "content": text}
-                grown = self._render([ASKS], opens=True) + text + self._ends_turn
-                grown += self._added(messages) + text + self._ends_turn
+                grown = self._render([ASKS], opens=True) + text + self.ends_turn
+                grown += self._added(messages) + text + self.ends_turn
                 whole = self._render([ASKS, turn, *messages, turn], opens=False)
                 if grown != whole:
                     at = next((i for i, (a, b) in enumerate(zip(grown, whole, strict=False)) if a != b), 0)

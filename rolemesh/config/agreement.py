@@ -146,12 +146,17 @@ def _check_batches(job: JobConfig) -> None:
                 f"{role}.ppo_micro_batch_size_per_gpu {micro} rows"
             )
     longest = job.data.max_prompt_length + job.data.max_response_length
+    keys = (
+        "data.max_length"
+        if job.data.splits_max_length
+        else "data.max_prompt_length and data.max_response_length"
+    )
     for role in ("actor", "critic", "reference"):
         budget = job.max_tokens(role)
         if role in job.roles and budget is not None and budget < longest:
             raise ValueError(
                 f"{job.max_tokens_key(role)} is {budget}, but a row may have {longest} tokens "
-                f"(data.max_prompt_length and data.max_response_length); set it to at least {longest}"
+                f"({keys}); set it to at least {longest}"
             )
 
 

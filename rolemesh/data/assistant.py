@@ -44,6 +44,7 @@ class TurnEnds:
         known = [stop for stop in stops if stop]
         added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._special = tuple({*tokenizer.all_special_tokens, *added, *known})
+        self._stops = tuple(known)
         self._next_stop = re.compile(rf"\s*(?:{'|'.join(map(re.escape, known))})") if known else None
 
     def of_addition(self, text: str, begin: int) -> int:
@@ -54,9 +55,10 @@ class TurnEnds:
     def beyond(self, text: str, begin: int, end: int) -> int:
         """Return the end of a turn with the token that ends it, if this token follows the turn's text.
 
-        In GLM-4's template it is the next role. Other templates leave it out of `{% generation %}`.
+        In GLM-4's template it is the next role. Other templates leave it out of `{% generation %}`. Another
+        special token at the text's end, such as </tool_call>, does not replace it.
         """
-        if self._next_stop is None or self.ends(text[begin:end]):
+        if self._next_stop is None or text[begin:end].rstrip().endswith(self._stops):
             return end
         found = self._next_stop.match(text, end)
         return found.end() if found else end

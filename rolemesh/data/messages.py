@@ -39,10 +39,10 @@ def as_read(messages: Sequence[Message], *, arguments_as_text: bool = False) -> 
 
     Args:
         messages: of a row.
-        arguments_as_text: the template takes the arguments as JSON text alone.
+        arguments_as_text: the template takes the arguments as text alone. Text that is no JSON stays as it is.
 
     Raises:
-        InvalidData: arguments are no mapping and no JSON text of one.
+        InvalidData: arguments are no mapping and no text that stands for one, or they are no UTF-8 text.
     """
     without_none = [{k: v for k, v in message.items() if v is not None} for message in messages]
     return [_with_arguments(message, arguments_as_text) for message in without_none]
@@ -66,13 +66,25 @@ def _call(call: Any, as_text: bool) -> Any:
         return call
     try:
         arguments = (json.loads(given) if given.strip() else {}) if isinstance(given, str) else given
+        text = json.dumps(arguments, ensure_ascii=False, default=str)
     except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, Mapping):
-        raise InvalidData(
-            f"has a tool call whose arguments should be a mapping, or JSON text of one; they are {given!r:.200}"
-        )
-    return {**call, "arguments": json.dumps(arguments, ensure_ascii=False) if as_text else arguments}
+        arguments, text = None, ""
+    if isinstance(arguments, Mapping) and _is_utf8(text):
+        return {**call, "arguments": text if as_text else arguments}
+    if as_text and isinstance(given, str) and _is_utf8(given):
+        return call
+    raise InvalidData(
+        "has a tool call whose arguments should be a mapping, or JSON text of one, without half of a surrogate "
+        f"pair; they are {given!r:.200}"
+    )
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def unwritten(messages: Sequence[Message], text: str) -> str:

@@ -30,7 +30,7 @@ def check_template(tokenizer: Any, variables: Mapping[str, Any]) -> None:
         variables: of the template (data.apply_chat_template_kwargs).
 
     Raises:
-        InvalidData: it has none, or it exceeds the limits.
+        InvalidData: it has none, it exceeds the limits, or the process got no processor to try it.
     """
     name, template = tokenizer.name_or_path, getattr(tokenizer, "chat_template", None)
     if not template:
@@ -40,7 +40,15 @@ def check_template(tokenizer: Any, variables: Mapping[str, Any]) -> None:
         )
     known = tokenizer.special_tokens_map | dict(variables)
     for text in template.values() if isinstance(template, dict) else (template,):
-        if not _ends(json.dumps({"template": text, "variables": known}, default=str)):
+        try:
+            ends = _ends(json.dumps({"template": text, "variables": known}, default=str))
+        except subprocess.TimeoutExpired as error:
+            raise InvalidData(
+                f"the chat template of {name!r} was not tried within {WALL_SECONDS} s: the process for it got "
+                f"less than {CPU_SECONDS} s of a processor, so the machine is overloaded, or a file system "
+                "does not answer; start again when it is less busy"
+            ) from error
+        if not ends:
             raise InvalidData(
                 f"the chat template of {name!r} needs more than {template_process.MOST_BYTES >> 20} MiB of "
                 f"memory, {CPU_SECONDS} s of a processor, or {template_process.MOST_CHARACTERS:,} characters "
@@ -50,19 +58,20 @@ def check_template(tokenizer: Any, variables: Mapping[str, Any]) -> None:
 
 @lru_cache(maxsize=64)
 def _ends(request: str) -> bool:
-    """Return whether a template stays within the limits."""
+    """Return whether a template stays within the limits.
+
+    Raises:
+        TimeoutExpired: not known within WALL_SECONDS. This is not cached: the next try may have more luck.
+    """
     command = [sys.executable, "-P", template_process.__file__, str(CPU_SECONDS)]
-    try:
-        tried = subprocess.run(
-            command,
-            input=request.encode(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            timeout=WALL_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return False
+    tried = subprocess.run(
+        command,
+        input=request.encode(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        timeout=WALL_SECONDS,
+        check=False,
+    )
     if tried.returncode not in (0, template_process.TOO_LARGE, -signal.SIGXCPU, -signal.SIGKILL):
         words = tried.stderr.decode(errors="replace").strip()
         raise RuntimeError(f"{Path(command[2]).name} exited with {tried.returncode}: {words[-1000:]}")
@@ -72,18 +81,18 @@ def _ends(request: str) -> bool:
 def writes_arguments_as_text(tokenizer: Any, variables: Mapping[str, Any]) -> bool:
     """Return whether a template takes a tool call's arguments as JSON text alone.
 
-    Most write a mapping as JSON. DeepSeek's join text to it.
+    Most write a mapping as JSON. DeepSeek's join text to it. Others write it as Python prints it.
     """
 
-    def takes(arguments: Any) -> bool:
+    def takes(arguments: str | dict[str, int]) -> bool:
         call = {"type": "function", "id": "call00001", "function": {"name": "add", "arguments": arguments}}
         says = {"role": "assistant", "content": "", "tool_calls": [call]}
         try:
-            tokenizer.apply_chat_template(
+            text: str = tokenizer.apply_chat_template(
                 [{"role": "user", "content": "ask"}, says], tokenize=False, **variables
             )
         except Exception:  # the template is the model's code and may raise anything
             return False
-        return True
+        return isinstance(arguments, str) or str(arguments) not in text
 
     return not takes({"a": 1}) and takes('{"a": 1}')

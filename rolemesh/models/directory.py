@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rolemesh import hub
 from rolemesh.config.model import ModelConfig
-from rolemesh.errors import ModelNotFound
+from rolemesh.errors import ModelNotFound, unreadable
 
 ADAPTER_FILE = "adapter_config.json"  # by which peft, and then transformers, recognises an adapter
 
@@ -96,8 +96,8 @@ def weight_files(directory: Path) -> list[Path]:
         return [single] if single.is_file() else []
     try:
         names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelNotFound(f"{index} cannot be read: {error!r}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise unreadable(ModelNotFound, error, f"{index} cannot be read: {error!r}") from error
     if strange := [name for name in names if Path(name).name != name]:
         raise ModelNotFound(f"{index} names {strange[0]!r}, which is not a file beside it")
     return [directory / name for name in names]

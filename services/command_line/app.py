@@ -304,7 +304,8 @@ def model(
 ) -> None:
     """Make a small randomly initialised model with a byte-level tokenizer.
 
-    It has up to four attention heads, at least 32 wide: vLLM on a CPU loads no narrower ones.
+    It has up to four attention heads, at least 32 wide where the width allows. vLLM on a CPU loads no narrower
+    ones.
     """
     from rolemesh.models.tiny import make_tiny_model
 
@@ -313,10 +314,17 @@ def model(
         architecture.value,
         hidden_size=hidden_size,
         num_layers=num_layers,
-        num_heads=max(1, min(4, hidden_size // 32)),
+        num_heads=_num_heads(hidden_size),
         seed=seed,
     )
     typer.echo(made)
+
+
+def _num_heads(hidden_size: int) -> int:
+    """Return how many heads a width has: of an even width, since rotary embeddings turn pairs of numbers."""
+    even = [number for number in (4, 3, 2, 1) if hidden_size % (2 * number) == 0]
+    wide = [number for number in even if hidden_size // number >= 32]
+    return next(iter(wide or even), 4)
 
 
 @app.command(epilog="Example: rolemesh export outputs/run models/policy --checkpoint best --dtype bfloat16")

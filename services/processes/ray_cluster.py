@@ -183,8 +183,12 @@ async def ray_cluster(num_ranks: int, within_s: float) -> AsyncIterator[RayClust
             "_temp_dir": directory,
         }
 
+        given_up = threading.Event()
+
         def start() -> None:
             ray.init(address, log_to_driver=False, configure_logging=False, **(here if is_here else {}))
+            if given_up.is_set():
+                ray.shutdown()
 
         # In a thread: it takes 10 s. There Ray replaces the handlers of signals only in C, not in Python.
         starting = _in_daemon_thread(start)
@@ -192,10 +196,10 @@ async def ray_cluster(num_ranks: int, within_s: float) -> AsyncIterator[RayClust
             try:
                 async with asyncio.timeout(within_s):
                     await asyncio.shield(starting)
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise RoleUnavailable(_no_ray(address, str(error))) from error
-            except TimeoutError:
-                raise RoleUnavailable(_no_ray(address, f"no answer within {within_s:.0f} s")) from None
+            except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
+                if not starting.done():
+                    raise RoleUnavailable(_no_answer(address, within_s)) from None
+                raise RoleUnavailable(f"Ray did not start ({ADDRESS} is {address}): {error}") from error
             if threading.current_thread() is threading.main_thread():
                 for number in (signal.SIGTERM, signal.SIGINT):
                     signal.signal(number, signal.getsignal(number))
@@ -211,17 +215,19 @@ async def ray_cluster(num_ranks: int, within_s: float) -> AsyncIterator[RayClust
             if is_here:
                 await asyncio.wait({starting}, timeout=STARTED_S)
             # A cluster that does not answer is not awaited: Ray asks for minutes, and nothing stops the thread.
+            given_up.set()
             if not starting.cancel():
                 await asyncio.to_thread(ray.shutdown)
 
 
-def _no_ray(address: str, why: str) -> str:
-    """Say that Ray did not start, or that the cluster of RAY_ADDRESS did not answer, and what to do."""
+def _no_answer(address: str, within_s: float) -> str:
+    """Say that no Ray answered in time, and what to do."""
     if address == LOCAL:
-        return f"Ray did not start on this machine: {why}. trainer.ready_timeout_s limits the wait"
+        return f"Ray did not start on this machine within trainer.ready_timeout_s, {within_s:.0f} s"
     return (
-        f"no Ray cluster at {ADDRESS}={address}: {why}. Start it (`ray start --head`), set {ADDRESS} to one "
-        f"that runs, or unset {ADDRESS} to start a Ray on this machine. trainer.ready_timeout_s limits the wait"
+        f"no Ray cluster at {ADDRESS}={address} answered within trainer.ready_timeout_s, {within_s:.0f} s. "
+        f"Start it (`ray start --head`), set {ADDRESS} to one that runs, or unset {ADDRESS} to start a Ray on "
+        "this machine"
     )
 
 

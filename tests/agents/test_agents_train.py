@@ -19,7 +19,7 @@ from rolemesh.config import load_job
 from rolemesh.config.model import ModelConfig
 from rolemesh.data.dataset import Agents, PromptDataset
 from rolemesh.data.parquet import write_rows
-from rolemesh.errors import RoleFailed
+from rolemesh.errors import InvalidConfig, RoleFailed
 from rolemesh.forwarding import Forwarding
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Environment
@@ -190,4 +190,9 @@ async def test_epochs_are_counted_over_the_prompts_that_are_short_enough_with_th
     assert (
         "had 6 prompts that are short enough with their tools, and data.train_files now has 10" in caplog.text
     )
+    longer = job.model_copy(update={"trainer": job.trainer.model_copy(update={"total_training_steps": 6})})
+    with pytest.raises(
+        InvalidConfig, match=r"total_training_steps is 6 now and was 3.*follows from trainer\.total_"
+    ):
+        Run(longer, load_tokenizer(job.actor.model)).finished()
     forget(str(tmp_path / "measurer.py"))

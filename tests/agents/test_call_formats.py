@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from rolemesh.agents.messages import messages_of
 from rolemesh.catalog.call_formats import CALL_FORMATS
 from rolemesh.catalog.loading import forget
 from rolemesh.config.job import JobConfig, make_job
+from rolemesh.config.model import PolicyModelConfig
 from rolemesh.errors import InvalidBatch, InvalidConfig, RoleFailed
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.services.controller.conversations.conversation import Speech
@@ -139,6 +141,31 @@ def test_a_thought_after_a_call_keeps_the_call() -> None:
     assert llama3_json(LLAMA_ADD + thought) == (thought, [Call("add", ARGUMENTS)])
 
 
+@pytest.mark.parametrize("begin", ["<think>so</think>", "so</think>"])  # by the turn, or by the prompt
+@pytest.mark.parametrize("after", ["</think>", " ends with the </think> tag.", "</think></think>"])
+def test_after_a_thought_a_tag_that_ends_one_is_text_and_keeps_the_calls_before_it(
+    begin: str, after: str
+) -> None:
+    found = (f"{begin}{after}", [Call("add", ARGUMENTS)])
+    assert hermes(f"{begin}<tool_call>{ADD}</tool_call>{after}") == found
+    assert llama3_json(f"{begin}{LLAMA_ADD}{after}") == (f"{begin}{after.lstrip()}", found[1])
+
+
+def test_after_a_thought_a_call_ends_only_at_its_closing_tag() -> None:
+    broken = '{"name": "write", "arguments": {"text": "a</think>\nb"}}'
+    thought = "<think>so</think>"
+    content, [first, second, third] = hermes(thought + tagged(ADD, broken, ADD))
+    assert (content, first, third) == (thought, Call("add", ARGUMENTS), Call("add", ARGUMENTS))
+    assert second.malformed.startswith("not JSON: Invalid control character")
+
+
+def test_a_broken_call_with_a_thoughts_tag_in_a_text_is_malformed_and_keeps_the_call_before_it() -> None:
+    broken = '{"name": "write", "arguments": {"text": "a</think>\nb"}}'
+    content, [good, malformed] = hermes(tagged(ADD, broken))
+    assert (content, good) == ("", Call("add", ARGUMENTS))
+    assert malformed.malformed.startswith("not JSON: Invalid control character")
+
+
 def test_a_call_counts_if_the_thought_is_never_closed() -> None:
     assert hermes(f"<think>So:<tool_call>{ADD}</tool_call>") == ("<think>So:", [Call("add", ARGUMENTS)])
 
@@ -194,10 +221,30 @@ def test_tags_that_are_never_closed_are_read_in_linear_time() -> None:
     assert min(cpu_s(4_000) for _ in range(3)) < 0.3  # with the square three seconds
 
 
-def test_calls_that_are_no_json_are_read_in_linear_time() -> None:
+@pytest.mark.parametrize(
+    ("read", "text", "num_calls"),
+    [
+        (hermes, "<tool_call>{</tool_call>" * 20_000, MAX_CALLS),
+        (hermes, "<tool_call>{</think>" * 20_000, 1),
+        (llama3_json, "{</think>" * 40_000, 1),
+    ],
+    ids=["closed calls", "calls and thoughts", "Llama's calls and thoughts"],
+)
+def test_calls_that_are_no_json_are_read_in_linear_time(read: Any, text: str, num_calls: int) -> None:
     began = time.thread_time()
-    assert len(hermes("<tool_call>{</tool_call>" * 20_000)[1]) == MAX_CALLS
+    assert len(read(text)[1]) == num_calls
     assert time.thread_time() - began < 1  # with the square more than two seconds
+
+
+def test_blanks_between_calls_take_no_memory() -> None:
+    tracemalloc.start()
+    try:
+        calls = llama3_json(LLAMA_ADD + " " * 500_000 + LLAMA_ADD)[1]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert calls == [Call("add", ARGUMENTS)] * 2
+    assert peak < 8 << 20  # a text of half a megabyte; with a hundred bytes for each blank 50 MB
 
 
 def test_arguments_of_every_depth_are_read_or_refused() -> None:
@@ -263,6 +310,24 @@ def test_a_turn_that_stops_at_a_special_tag_has_its_call(tiny_model: Path, end: 
     [call] = speech.parse_turn(speech.text_of(ids), 1).tool_calls
     assert (call.name, call.arguments, call.malformed) == ("add", ARGUMENTS, "")
     assert speech.is_whole(ids)
+
+
+@pytest.mark.parametrize("declared", ["<|endoftext|>", "<|im_end|>"])
+@pytest.mark.parametrize("said", ["It is 4.", f"<tool_call>{ADD}</tool_call>"])
+def test_the_special_token_with_which_the_template_ends_a_turn_is_not_in_the_turns_text(
+    tiny_model: Path, tmp_path: Path, declared: str, said: str
+) -> None:
+    """A base model whose EOS is another token stops there by rollout.stop."""
+    base = load_tokenizer(PolicyModelConfig(path=str(tiny_model)))
+    base.eos_token = declared
+    base.save_pretrained(tmp_path)
+    tokenizer, speech = speech_with(tmp_path, name="vllm", stop=["<|im_end|>"])
+    ids = tokenizer(f"{said}<|im_end|>", add_special_tokens=False)["input_ids"]
+    assert (speech.text_of(ids), speech.is_whole(ids), speech.end_of(ids)) == (said, True, "<|im_end|>")
+    answer = [{"role": "tool", "content": "42"}]
+    added = tokenizer.decode(speech.ids_after(answer, speech.end_of(ids)))
+    assert added == "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
+    assert not speech.is_whole(ids[:-1])
 
 
 @pytest.mark.parametrize("cut", ["<think>so</think>", "<think>", f"<tool_call>{ADD}</tool_call>"])

@@ -45,6 +45,8 @@ WITH_CALLS = (
 )
 AS_JSON = WITH_CALLS.replace("WRITE", "c.function.arguments | tojson")
 AS_TEXT = WITH_CALLS.replace("WRITE", "'json: ' + c.function.arguments")  # as DeepSeek's
+PRINTED = WITH_CALLS.replace("WRITE", "c.function.arguments")
+JOINED = WITH_CALLS.replace("WRITE", "'json: ' ~ c.function.arguments")
 
 
 def tokenizer_with(template: str, *special: str) -> Any:
@@ -128,6 +130,12 @@ def test_an_end_that_the_marks_leave_out_is_learned(tmp_path: Path, caplog: pyte
     assert "no token that ends" not in caplog.text
 
 
+def test_a_special_token_that_ends_the_marked_text_does_not_replace_the_end_after_it() -> None:
+    talk = [ASK, {"role": "assistant", "content": "<tool_call>add</tool_call>"}, ASK, SAYS]
+    tokenizer = tokenizer_with(MARKS_WITHOUT_END, "<tool_call>", "</tool_call>")
+    assert learned(tokenizer, talk) == ["<tool_call>add</tool_call><|im_end|>", "5<|im_end|>"]
+
+
 def test_an_answer_after_a_special_token_is_learned_though_no_token_ends_it() -> None:
     tokenizer = tokenizer_with(NEXT_ROLE, "</think>")
     talk = [ASK, {"role": "assistant", "content": "so</think>5"}]
@@ -166,7 +174,13 @@ def calling(arguments: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("template", "written"), [(AS_JSON, '<call>{"a": "é"}</call>'), (AS_TEXT, '<call>json: {"a": "é"}</call>')]
+    ("template", "written"),
+    [
+        (AS_JSON, '<call>{"a": "é"}</call>'),
+        (AS_TEXT, '<call>json: {"a": "é"}</call>'),
+        (PRINTED, '<call>{"a": "é"}</call>'),
+        (JOINED, '<call>json: {"a": "é"}</call>'),
+    ],
 )
 def test_arguments_of_calls_are_written_once_in_either_form(
     tmp_path: Path, template: str, written: str
@@ -195,7 +209,7 @@ def test_arguments_of_calls_are_written_once_in_either_form(
     assert digests[:3] == digests[3:]
 
 
-@pytest.mark.parametrize("arguments", ["5", "{", "[1]", 5])
+@pytest.mark.parametrize("arguments", ["5", "{", "[1]", 5, '{"t": "\\ud800"}'])
 def test_arguments_that_are_no_mapping_are_named(tmp_path: Path, arguments: Any) -> None:
     said = f"row 0: column 'messages' has a tool call whose arguments should be a mapping, .* are {arguments!r}"
     said = said.replace(repr(arguments), re.escape(repr(arguments)))
@@ -205,6 +219,26 @@ def test_arguments_that_are_no_mapping_are_named(tmp_path: Path, arguments: Any)
             DataConfig(),
             tokenizer_with(AS_JSON),
         )
+
+
+@pytest.mark.parametrize("arguments", ["2 + 3", '{"a": ', "[1]", '{"t": "\\ud800"}'])
+def test_text_that_is_no_json_stays_as_it_is_where_the_template_takes_text(
+    tmp_path: Path, arguments: str
+) -> None:
+    talk = [ASK, calling(arguments), {"role": "tool", "content": "5"}, SAYS]
+    data = SupervisedDataset(
+        [file_with(tmp_path, {"messages": talk})],
+        DataConfig(max_prompt_length=256, max_response_length=256),
+        tokenizer := tokenizer_with(AS_TEXT),
+    )
+    batch = data.batch([0])
+    assert f"<call>json: {arguments}</call>" in tokenizer.decode(batch["responses"][0])
+
+
+@pytest.mark.parametrize("arguments", [5, "\ud800", {"t": "\ud800"}])
+def test_arguments_that_are_no_text_are_named_where_the_template_takes_text(arguments: Any) -> None:
+    with pytest.raises(InvalidData, match="arguments should be a mapping, or JSON text of one, without half"):
+        as_read([calling(arguments)], arguments_as_text=True)
 
 
 def test_empty_arguments_are_those_of_a_call_without_any() -> None:

@@ -22,7 +22,7 @@ from rolemesh.data.dataset import Agents
 from rolemesh.data.parquet import write_rows
 from rolemesh.errors import InvalidData
 from rolemesh.models.tiny import byte_tokenizer
-from rolemesh.services.controller.run.data_sets import training_data, validation_data
+from rolemesh.services.controller.run.data_sets import training_data, validation_data, warn_of_unseen_rows
 
 TOKENIZER = byte_tokenizer()
 OWN_FUNCTION = {"reward": {"custom_reward_function": {"path": "/x.py"}}}
@@ -206,6 +206,7 @@ def test_only_rows_that_a_run_scores_must_be_scorable(
         ({}, "train: 3 of 7 rows are never seen: the number of steps is rounded down, to 1 of 4 rows"),
         ({"total_epochs": 2}, ""),  # 3 steps, and the last two rows of the second epoch were in the first
         ({"total_training_steps": 1}, ""),  # as asked for
+        ({"val_only": True}, ""),
     ],
 )
 def test_rows_that_no_step_sees_are_said_at_start(
@@ -215,7 +216,7 @@ def test_rows_that_no_step_sees_are_said_at_start(
     one = {"ppo_mini_batch_size": 4, "ppo_micro_batch_size_per_gpu": 1}
     data = {"train_files": [file], "train_batch_size": 4}
     job = make_job({"data": data, "actor": one, "critic": one, "trainer": {**NEVER, **trainer}})
-    training_data(job, TOKENIZER, None)
+    warn_of_unseen_rows(job, len(training_data(job, TOKENIZER, None)[0]))
     assert said in caplog.text
     assert bool(said) == ("never seen" in caplog.text)
 

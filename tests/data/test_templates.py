@@ -12,7 +12,7 @@ import pytest
 
 from rolemesh.config.data import DataConfig
 from rolemesh.config.model import PolicyModelConfig
-from rolemesh.data import PromptDataset
+from rolemesh.data import PromptDataset, templates
 from rolemesh.data.supervised import SupervisedDataset
 from rolemesh.errors import InvalidData
 from rolemesh.models.loading import load_tokenizer
@@ -69,3 +69,15 @@ def test_a_template_without_bounds_is_refused_in_seconds_and_little_memory(
         data_with(tmp_path, template)
     assert time.process_time() - began < 5  # of this process
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
+
+
+def test_a_template_that_no_processor_tried_in_time_is_not_blamed_and_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{# in no other test #}{{ messages[0]['content'] }}"
+    with monkeypatch.context() as patch:
+        patch.setattr(templates, "WALL_SECONDS", 0.001)  # less than any interpreter needs to start
+        with pytest.raises(InvalidData, match=r"was not tried within 0\.001 s: .*; start again"):
+            templates.check_template(tokenizer, {})
+    templates.check_template(tokenizer, {})

@@ -199,8 +199,9 @@ async def test_a_cluster_that_does_not_answer_within_ready_timeout_s_is_an_error
         assert code == 1, output
         error = " ".join(output[output.index("error:") :].split())
         assert error.startswith(
-            f"error: no Ray cluster at RAY_ADDRESS=127.0.0.1:{cluster.getsockname()[1]}: no answer within 3 s. "
-            "Start it (`ray start --head`), set RAY_ADDRESS to one that runs, or unset RAY_ADDRESS"
+            f"error: no Ray cluster at RAY_ADDRESS=127.0.0.1:{cluster.getsockname()[1]} answered within "
+            "trainer.ready_timeout_s, 3 s. Start it (`ray start --head`), set RAY_ADDRESS to one that runs, or "
+            "unset RAY_ADDRESS"
         )
     assert not list((job.run_dir / "logs").glob("*.log"))
 

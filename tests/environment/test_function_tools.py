@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,10 +13,13 @@ from tool_plugins import agent, opened
 from rolemesh.catalog.loading import forget
 from rolemesh.errors import EnvironmentFailed
 from rolemesh.rpc.calling.episodes import EnvironmentClient
+from rolemesh.v1.environment_pb2 import DescribeRequest
 
 PLUGIN = '''
 import datetime
-from typing import Any, Literal
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, NewType
 
 import numpy
 
@@ -73,8 +77,45 @@ async def echo(text: str, more: dict | None = None) -> str:
 def quotes() -> str:
     """Fail with half of a surrogate pair."""
     raise LookupError("x\\ud800")
+
+
+@tool("search")
+def search(query: str, *more: str, top: int = 1, **options: str) -> str:
+    """Search.
+
+    Args:
+        query: What for.
+        more: Never given.
+        top: How many.
+        options: Any further ones.
+    """
+    return f"{query} {more} {top} {options}"
+
+
+class Unit(str, Enum):
+    C = "c"
+
+
+User = NewType("User", str)
+
+
+@tool("dates")
+def dates(
+    unit: Unit, user: User, on: datetime.date | None, files: list[Path], pages: int, more: dict[str, int]
+) -> str:
+    """Take what JSON does not have.
+
+    Args:
+        unit: An enum.
+        user: A type of its own.
+        on: A date.
+        files: Paths.
+        pages: A number.
+        more: Numbers.
+    """
+    return f"{unit} {user} {on} {files} {pages} {more}"
 '''
-TOOLS = ["heat", "value", "echo", "quotes"]
+TOOLS = ["heat", "value", "echo", "quotes", "search", "dates"]
 
 
 @pytest.fixture
@@ -113,6 +154,42 @@ async def test_a_functions_arguments_are_checked_against_the_schema_that_it_offe
             "Error: missing a required argument: 'unit'; the arguments are unit, times, steps",
             "f None None",
             "c 1 [2]",
+        ]
+
+
+async def test_arguments_without_names_are_not_offered_and_further_ones_may_be_given(
+    tiny_model: Path, tmp_path: Path, plugin: str
+) -> None:
+    calls = [
+        ("search", {"query": "a"}),
+        ("search", {"query": "a", "top": 2, "site": "b"}),
+        ("search", {"query": "a", "top": "2"}),
+        ("search", {"top": 2}),
+    ]
+    async with agent(tmp_path, tiny_model, plugin, tools=TOOLS, max_parallel_calls=len(calls)) as client:
+        described = await client.describe(DescribeRequest(agents=["tool_agent"]))
+        offered = [json.loads(each)["function"] for each in described.agents[0].tools]
+        [parameters] = [each["parameters"] for each in offered if each["name"] == "search"]
+        assert await answers(client, *calls) == [
+            "a () 1 {}",
+            "a () 2 {'site': 'b'}",
+            "Error: top: '2' is not of type 'integer'",
+            "Error: missing a required argument: 'query'; the arguments are query, top",
+        ]
+    assert list(parameters["properties"]) == ["query", "top"]
+    assert parameters["required"] == ["query"]
+
+
+async def test_arguments_whose_hints_json_does_not_have_are_not_checked(
+    tiny_model: Path, tmp_path: Path, plugin: str
+) -> None:
+    given = {"unit": "c", "user": "eve", "on": "2024-02-29", "files": ["a"], "pages": 1, "more": {"a": 1}}
+    calls = [("dates", given), ("dates", {**given, "pages": "1"}), ("dates", {**given, "more": "a"})]
+    async with agent(tmp_path, tiny_model, plugin, tools=TOOLS, max_parallel_calls=len(calls)) as client:
+        assert await answers(client, *calls) == [
+            "c eve 2024-02-29 ['a'] 1 {'a': 1}",
+            "Error: pages: '1' is not of type 'integer'",
+            "Error: more: 'a' is not of type 'object'",
         ]
 
 

@@ -101,7 +101,12 @@ async def raw(tmp_path: Path, model: Path, answers: dict[str, Any], **of_a_tool:
 def raw_job(*tools: dict[str, Any], cursor: str | None = None) -> JobConfig:
     """A job with a server that offers these tools, on a page that every cursor leads to."""
     page = {"tools": list(tools), **({"nextCursor": cursor} if cursor else {})}
-    says = json.dumps({"pages": {"": page, **({cursor: page} if cursor else {})}})
+    return paged_job({"": page, **({cursor: page} if cursor else {})})
+
+
+def paged_job(pages: dict[str, Any]) -> JobConfig:
+    """A job with a server that offers these pages of tools, by cursor."""
+    says = json.dumps({"pages": pages})
     servers = {"mine": {"command": [sys.executable, RAW_SERVER, says]}}
     return make_job({"rollout": {"multi_turn": {"enable": True, "mcp_servers": servers}}})
 
@@ -390,6 +395,17 @@ def test_an_output_schema_that_is_none_does_not_cost_the_other_tools() -> None:
 def test_a_cursor_that_leads_to_the_same_page_again_ends_the_list() -> None:
     tools = [{"name": name, "inputSchema": {"type": "object"}} for name in ("one", "two")]
     assert tool_names(raw_job(*tools, cursor="next")) == ["one", "two"]
+
+
+def test_an_empty_or_repeated_page_does_not_cost_the_tools_after_it() -> None:
+    one, two = ({"name": name, "inputSchema": {"type": "object"}} for name in ("one", "two"))
+    pages = {
+        "": {"tools": [one], "nextCursor": "empty"},
+        "empty": {"tools": [], "nextCursor": "repeated"},
+        "repeated": {"tools": [one], "nextCursor": "last"},
+        "last": {"tools": [two]},
+    }
+    assert tool_names(paged_job(pages)) == ["one", "two"]
 
 
 @pytest.mark.parametrize(

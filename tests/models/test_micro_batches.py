@@ -165,6 +165,19 @@ def test_batches_that_contradict_are_refused(sections: dict[str, Any], words: st
         make_job(merge(merge(DATA, small), sections))
 
 
+def test_a_token_budget_below_max_length_is_refused_by_this_key() -> None:
+    actor = {"ppo_mini_batch_size": 4, "use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 99}
+    sections = {
+        "algorithm": {"page": "sft"},
+        "data": {"train_batch_size": 4, "max_length": 100},
+        "actor": actor,
+    }
+    with pytest.raises(
+        InvalidConfig, match=r"actor\.ppo_max_token_len_per_gpu is 99, .*100 tokens \(data\.max_length\)"
+    ):
+        make_job(sections)
+
+
 def test_token_budgets_that_are_left_out_are_the_actors() -> None:
     dynamic = {"ppo_mini_batch_size": 4, "use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 500}
     job = make_job(merge(DATA, {"actor": dynamic}))

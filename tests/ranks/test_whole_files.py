@@ -30,6 +30,13 @@ def test_one_rank_writes_the_bytes_that_safetensors_writes(tmp_path: Path) -> No
     assert all(torch.equal(files.rows(name, tensor), tensor) for name, tensor in tensors.items())
 
 
+@pytest.mark.parametrize("index", ["[" * 50_000, "[]", '{"weight_map": 1}', "{"])
+def test_an_index_that_is_damaged_in_any_way_is_named(index: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ModelNotFound, match=r"model\.safetensors\.index\.json cannot be read"):
+        TensorFiles.of_model(tmp_path)
+
+
 def test_an_index_cannot_name_a_file_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../a.safetensors"}}')
     with pytest.raises(ModelNotFound, match=r"names '../a.safetensors', which is not a file beside it"):

@@ -20,7 +20,7 @@ from vllm_rollouts import EOS, P, T, installed, job_of, make_plain_model, model_
 from rolemesh.config.job import make_job
 from rolemesh.config.rollout import RolloutConfig, own_rows
 from rolemesh.errors import InvalidConfig
-from rolemesh.models.loading import load_outline, load_tokenizer
+from rolemesh.models.loading import load_causal_lm, load_outline, load_tokenizer
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.planner.devices import GPUS
 from rolemesh.services.command_line import app
@@ -255,6 +255,14 @@ def test_the_command_model_makes_one_whose_heads_vllm_computes(tmp_path: Path, h
         arguments.prepare_environment(torch.device("cpu"))
         given = arguments.engine_arguments(job, load_outline(job.actor.model, "rollout"))
     assert given["model"] == str(tmp_path)
+
+
+@pytest.mark.parametrize("hidden_size", [20, 64, 66, 112])
+def test_a_model_of_every_even_width_computes(tmp_path: Path, hidden_size: int):
+    """Rotary embeddings turn pairs of numbers: 112 / 4 is even, but too narrow for vLLM, and 112 / 3 is odd."""
+    app.model(tmp_path, hidden_size=hidden_size, num_layers=1)
+    model = load_causal_lm(job_of(tmp_path).actor.model, "actor")
+    assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
 
 
 @installed

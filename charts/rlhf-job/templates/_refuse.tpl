@@ -212,7 +212,7 @@ The pod checks this, too, and knows its model (rolemesh/planner/host.py). */}}
 {{- with include "rlhf-job.tokens" (list $job $role) }}
 {{- if lt (int .) $longest }}
 {{- $stem := eq $role "reference" | ternary "log_prob" "ppo" }}
-{{- fail (printf "job.%s.%s_max_token_len_per_gpu is %s, but a row may have %d tokens (job.data.max_prompt_length and max_response_length): set it to that or more" $role $stem . $longest) }}
+{{- fail (printf "job.%s.%s_max_token_len_per_gpu is %s, but a row may have %d tokens (job.data.%s): set it to that or more" $role $stem . $longest (empty $job.data.max_length | ternary "max_prompt_length and max_response_length" "max_length")) }}
 {{- end }}
 {{- end }}
 {{- end }}

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 from rolemesh.catalog.catalog import load
 from rolemesh.catalog.roles import ROLES
@@ -35,6 +35,7 @@ from rolemesh.validation import BatchValidator
 from rolemesh.weights.remote import RemoteWeights
 from rolemesh.weights.source import WeightSource
 
+T = TypeVar("T")
 MAX_RELAYS = 7  # that a replica may pull a version of the weights from, besides the actor
 
 
@@ -269,8 +270,7 @@ class RolloutClient(RoleClient):
             )
 
         async def take(replica: Replica, earlier: Sequence[Replica]) -> None:
-            relays = relays_among([each.address for each in earlier])
-            sources = [*relays, *source.sources]
+            sources = [*(each.address for each in relays_among(earlier)), *source.sources]
             request = UpdateWeightsRequest(sources=sources, version=source.version, digest=source.digest)
             await self._dispatcher.tell("UpdateWeights", replica, request, self._sync_timeout_s)
 
@@ -294,14 +294,14 @@ class RolloutClient(RoleClient):
         raise WeightsUnavailable(f"no rollout could load weights version {source.version}: {failed}")
 
 
-def relays_among(earlier: Sequence[str]) -> list[str]:
+def relays_among(earlier: Sequence[T]) -> list[T]:
     """Choose which of the replicas before one in the chain it may pull the weights from, in this order.
 
     Those 1, 2, 4, … 64 places before it, so a request has the same size for any number of replicas. Each place
     is twice as far back as the one before, because neighbours often fail together, with their machine.
 
     Args:
-        earlier: addresses of the replicas before it, in the order of the chain.
+        earlier: the replicas before it, in the order of the chain.
     """
     return [earlier[-(2**k)] for k in range(MAX_RELAYS) if 2**k <= len(earlier)]
 

@@ -62,7 +62,10 @@ class Speech:
         self._read = self._format.load()
         special = {id_: token.content for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special: Mapping[int, str] = special
-        self._ends = end_tokens(tokenizer).intersection(special)
+        # A base model that learns a chat template may declare another end, and stop here by rollout.stop.
+        after_turn = self._template.ends_turn.lstrip()
+        of_template = {id_ for id_, text in special.items() if text and after_turn.startswith(text)}
+        self._ends = end_tokens(tokenizer).intersection(special) | of_template
         self._stop = job.rollout.stop
 
     def end_of(self, ids: list[int]) -> str:
@@ -78,7 +81,10 @@ class Speech:
         return ids[-1] in self._ends or any(stop in self.text_of(ids) for stop in self._stop)
 
     def text_of(self, ids: list[int]) -> str:
-        """Decode a turn of the policy, without the token that ends it."""
+        """Decode a turn of the policy, without the token that ends it.
+
+        This is one that the model's directory declares, or the special token that the template writes there.
+        """
         text: str = self._tokenizer.decode(ids[:-1] if ids[-1] in self._ends else ids)
         return text
 

@@ -21,7 +21,7 @@ import logging
 import re
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -129,7 +129,7 @@ class Checkpoints:
                 shutil.rmtree(path)
 
     async def load(
-        self, path: Path, roles: Roles, settings: dict[str, Any], num_training_steps: int | None = None
+        self, path: Path, roles: Roles, settings: dict[str, Any], num_training_steps: int
     ) -> ControllerState:
         """Restore the roles, and return the controller's state. Raises as `read` and the roles do.
 
@@ -137,7 +137,7 @@ class Checkpoints:
             path: the checkpoint.
             roles: of whom actor and critic have a part in it.
             settings: as for `read`.
-            num_training_steps: of the whole run; None: as the roles' job says.
+            num_training_steps: of the whole run.
         """
         state = self.read(path, settings)
         compared = compare(state.kept_settings, settings)
@@ -167,13 +167,13 @@ class Checkpoints:
         return state
 
     @staticmethod
-    def read(path: Path, settings: dict[str, Any], *, prompts_are_known: bool = True) -> ControllerState:
+    def read(path: Path, settings: dict[str, Any], unknown: Collection[str] = ()) -> ControllerState:
         """Read the controller's state from a checkpoint, without the waiting groups.
 
         Args:
             path: the checkpoint.
             settings: `settings_to_keep` of the job.
-            prompts_are_known: as for `compare`.
+            unknown: as for `compare`.
 
         Raises:
             CheckpointFailed: it is not readable.
@@ -186,7 +186,7 @@ class Checkpoints:
             state = ControllerState(**fields)
         except (OSError, ValueError, TypeError) as error:
             raise CheckpointFailed(f"{path / 'controller.json'} cannot be read: {error}") from error
-        compared = compare(state.kept_settings, settings, prompts_are_known=prompts_are_known)
+        compared = compare(state.kept_settings, settings, unknown)
         if compared.refused:
             key = "lora_adapter_path" if (path / "actor" / "adapter_config.json").is_file() else "path"
             raise InvalidConfig(

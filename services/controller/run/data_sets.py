@@ -31,15 +31,20 @@ def training_data(job: JobConfig, tokenizer: Any, agents: Agents | None) -> tupl
     if job.data.source.reads_files and not job.data.train_files:
         raise InvalidConfig("data.train_files is empty; expected one Parquet file or more")
     data = _dataset(job, job.data.train_files, "train", tokenizer, agents)
-    order, total_steps = PromptOrder(len(data), job.data), num_steps(job, len(data))
-    num_unseen = len(data) - total_steps * order.batch_size
-    if num_unseen > 0 and job.trainer.total_training_steps is None:
+    return data, PromptOrder(len(data), job.data), num_steps(job, len(data))
+
+
+def warn_of_unseen_rows(job: JobConfig, num_rows: int) -> None:
+    """Log a warning if epochs leave out some training rows, because the last batch would not be full."""
+    if job.trainer.val_only or job.trainer.total_training_steps is not None:
+        return
+    steps, batch_size = num_steps(job, num_rows), PromptOrder(num_rows, job.data).batch_size
+    if (num_unseen := num_rows - steps * batch_size) > 0:
         logger.warning(
             "train: %d of %d rows are never seen: the number of steps is rounded down, to %d of %d rows; set "
             "trainer.total_training_steps to %d, or another data.train_batch_size",
-            *(num_unseen, len(data), total_steps, order.batch_size, total_steps + 1),
+            *(num_unseen, num_rows, steps, batch_size, steps + 1),
         )
-    return data, order, total_steps
 
 
 def num_steps(job: JobConfig, num_rows: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -46,8 +46,10 @@ HINTS = {
     "and messages: what rewards, tools and interactions read",
     VALIDATION: "Validations from here on are of other rows, or of the same as another tokenizer or template "
     "writes them; trainer.save_best compares them with earlier ones all the same",
+    STEPS: "Where the job does not set it, it follows from trainer.total_epochs and the number of rows. The "
+    "learning rate depends on it",
 }
-OF_THE_DATA = (NUM_PROMPTS, PROMPTS, COLUMNS, VALIDATION, STEPS)  # the last with trainer.total_epochs alone
+OF_THE_ROWS = (NUM_PROMPTS, PROMPTS, COLUMNS, VALIDATION)
 MAY_CHANGE = re.compile(  # a warning, not an error
     r"(actor|critic)\.(optim\.\w+|ppo_mini_batch_size|ppo_epochs)|reward\.(?!rules$).+"
     rf"|rollout\.(multi_turn|val_kwargs|agent)\..+|reference\.model\.path|{FILE}.+|{VALIDATION}"
@@ -262,7 +264,7 @@ class Comparison:
     missing: list[str]
 
 
-def compare(kept: Mapping[str, Any], now: Mapping[str, Any], *, prompts_are_known: bool = True) -> Comparison:
+def compare(kept: Mapping[str, Any], now: Mapping[str, Any], unknown: Collection[str] = ()) -> Comparison:
     """Compare the settings that a checkpoint holds with those of a job.
 
     A setting that the checkpoint lacks is not compared, since its version did not know the setting. Only one of
@@ -273,13 +275,12 @@ def compare(kept: Mapping[str, Any], now: Mapping[str, Any], *, prompts_are_know
     Args:
         kept: `settings_to_keep` of the job that wrote the checkpoint, as its version knew them.
         now: `settings_to_keep` of the job.
-        prompts_are_known: False if their tools are not known yet, for which a prompt may be too long. This
-            leaves out what depends on the prompts. If as many are short enough without tools as had been with
-            them, they are of the same rows, and their other columns are compared.
+        unknown: settings that are left out. They depend on the tools of the prompts, which are not known yet:
+            with them a prompt may be too long. But if as many prompts are short enough without tools as had
+            been with them, they are of the same rows, and their other columns are compared.
     """
-    unknown: tuple[str, ...] = () if prompts_are_known else OF_THE_DATA
     if kept.get(NUM_PROMPTS) == now.get(NUM_PROMPTS):
-        unknown = tuple(key for key in unknown if key != COLUMNS)
+        unknown = [key for key in unknown if key != COLUMNS]
     keys = [key for key in {**kept, **now} if key != IDLE and key not in unknown]
     missing = [key for key in keys if key not in kept and not BY_USE.fullmatch(key)]
     left_out = {*missing, *now.get(IDLE, ()), *(OF_ROLLOUTS - now.keys())}

@@ -36,10 +36,17 @@ from rolemesh.services.controller.run.data_sets import (
     num_steps,
     training_data,
     validation_data,
+    warn_of_unseen_rows,
     with_total_steps,
 )
 from rolemesh.services.controller.run.decision import named_checkpoint, start_of
-from rolemesh.services.controller.run.kept_settings import NUM_PROMPTS, file_digests, settings_to_keep
+from rolemesh.services.controller.run.kept_settings import (
+    NUM_PROMPTS,
+    OF_THE_ROWS,
+    STEPS,
+    file_digests,
+    settings_to_keep,
+)
 from rolemesh.services.controller.run.profile import profiled
 from rolemesh.services.controller.run.run_dir import MetricsFile, read_metrics, write_answers, write_config
 from rolemesh.services.controller.run.stopwatch import Stopwatch, WarmingActor, timed
@@ -98,6 +105,7 @@ class Run:
         )
         self._val = validation_data(job, tokenizer, self._agents)
         self._warn_of_no_conversations()
+        warn_of_unseen_rows(job, len(self._train))
         self._files = file_digests(job)  # as the roles begin with them, whatever is edited later
         self.job = with_total_steps(job, total_steps)
         self.status.total_steps = total_steps  # without a notification: this may run on another thread
@@ -126,7 +134,9 @@ class Run:
         if chosen is None or self.job.trainer.val_only:
             return None
         has_tools = self.job.rollout.multi_turn.enable  # whose descriptions are not in the prompts yet
-        state = self._checkpoints.read(chosen, self._settings_to_keep(), prompts_are_known=not has_tools)
+        counts_rows = self._given.trainer.total_training_steps is None
+        unknown = (*OF_THE_ROWS, *([STEPS] if counts_rows else [])) if has_tools else ()
+        state = self._checkpoints.read(chosen, self._settings_to_keep(), unknown)
         if has_tools:
             self.status.total_steps = num_steps(self._given, state.kept_settings[NUM_PROMPTS])
         if state.step < self.status.total_steps:

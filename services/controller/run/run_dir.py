@@ -103,9 +103,7 @@ def held(run_dir: Path, otherwise: str = OTHER_RUN, key: str = "trainer.default_
         run_dir.mkdir(parents=True, exist_ok=True)
         opened = (run_dir / ".lock").open("a")
     except OSError as error:
-        message = (
-            f"{run_dir} cannot be written: {error.strerror}; set {key} to a place where this user may write"
-        )
+        message = f"{run_dir} cannot be written: {error.strerror}; mend that, or set {key} to another place"
         raise unreadable(InvalidConfig, error, message) from error
     with opened as file:
         try:

@@ -175,18 +175,19 @@ class _Server:
             ) from error
 
     async def _listed(self, client: Client) -> list[Tool]:
-        """Return all pages of the list of tools. A page without a new tool is the last one."""
+        """Return all pages of the list of tools, each tool once. A cursor that came before ends the list."""
         tools: list[Tool] = []
         cursor: str | None = None
+        seen: set[str] = set()
         while True:
             page = await client.list_tools(cursor=cursor)
-            new = [tool for tool in page.tools if tool not in tools]
-            tools += new
+            tools += [tool for tool in page.tools if tool not in tools]
             if len(tools) > MAX_TOOLS:
                 raise ValueError(f"there are more than {MAX_TOOLS}")
             cursor = page.next_cursor
-            if not cursor or not new:
+            if not cursor or cursor in seen:
                 return tools
+            seen.add(cursor)
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> CallToolResult:
         connection = self._connected()

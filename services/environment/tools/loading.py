@@ -9,7 +9,8 @@ from functools import partial
 from importlib import import_module
 from inspect import Parameter, iscoroutinefunction, signature
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic_core import to_jsonable_python
 from transformers.utils import get_json_schema
@@ -27,6 +28,8 @@ from rolemesh.services.environment.tools.arguments import Arguments
 TOOLS_PATH = "rollout.multi_turn.tool_config_path"
 # Classes of verl that have a counterpart here, for jobs written for verl where it is not installed.
 COUNTERPARTS = {"verl.tools.gsm8k_tool.Gsm8kTool": "rolemesh.services.environment.tools.gsm8k.Gsm8kTool"}
+# Type hints without arguments of their own that transformers knows. It describes any other as an object.
+KNOWN_HINTS = (int, float, str, bool, NoneType, list, tuple, dict, Any)
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,8 @@ class FunctionTool(BaseTool):
 
     Args:
         name: of the tool.
-        function: its signature and docstring describe the arguments.
+        function: its signature and docstring describe the arguments. Its `*args` and `**kwargs` are not
+            offered. Arguments with hints that JSON does not have, such as a date, are not checked.
         threads: run the function.
 
     Raises:
@@ -186,12 +190,12 @@ class FunctionTool(BaseTool):
                 f"tool {name}: {one_line(str(error))} A tool's function has type hints, and a docstring that "
                 "begins with what it does and has each argument under Args:"
             ) from error
-        parameters = schema["parameters"]
+        parameters = _named_only(schema["parameters"], function)
         described = FunctionSchema(name=name, description=schema["description"], parameters=parameters)
         super().__init__({}, ToolSchema(type="function", function=described))
         self._function, self._threads = function, threads
         try:
-            self._arguments = Arguments(_with_null(parameters))
+            self._arguments = Arguments(_with_null(_checked(parameters, get_type_hints(function))))
         except ValueError as error:
             raise InvalidConfig(
                 f"tool {name}: its type hints have no JSON schema: {one_line(str(error))}; use text, numbers, "
@@ -212,6 +216,32 @@ class FunctionTool(BaseTool):
         else:
             answer = await self._threads.run(partial(self._function, **parameters))
         return ToolResponse(text=_text_of(answer)), 0.0, {}
+
+
+def _named_only(parameters: Mapping[str, Any], function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the schema of a function's arguments without `*args` and `**kwargs`, which no call names."""
+    variadic = {
+        name
+        for name, parameter in signature(function).parameters.items()
+        if parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    }
+    named = {name: part for name, part in parameters["properties"].items() if name not in variadic}
+    required = [name for name in parameters.get("required", ()) if name not in variadic]
+    plain = {key: part for key, part in parameters.items() if key != "required"}
+    return {**plain, "properties": named, **({"required": required} if required else {})}
+
+
+def _checked(parameters: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a function's arguments without those whose hints transformers does not know."""
+    known = {name: part for name, part in parameters["properties"].items() if _is_known(hints[name])}
+    return {**parameters, "properties": known}
+
+
+def _is_known(hint: Any) -> bool:
+    origin = get_origin(hint)
+    if origin is None:
+        return hint in KNOWN_HINTS
+    return origin is Literal or all(_is_known(part) for part in get_args(hint))
 
 
 def _with_null(schema: Any) -> Any:
