@@ -154,6 +154,7 @@ class Target:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            cwd=Path(__file__).parents[2],
         )
         self._at_first = self._memory("VmRSS")
 
