@@ -51,7 +51,7 @@ WRONG_INPUT = (InvalidConfig, InvalidData, ModelNotFound)
 # Errors of the system that are about the input: a name, a kind of file, a permission, an empty file. Others may
 # pass, such as EIO and ESTALE of NFS, or EMFILE.
 _OF_INPUT = {
-    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG),
+    *(errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG),
     *(errno.EACCES, errno.EPERM, errno.EINVAL),
 }
 _OF_RUST = re.compile(r"\(os error (\d+)\)")  # in the text of errors of safetensors and tokenizers

@@ -192,7 +192,7 @@ async def test_epochs_are_counted_over_the_prompts_that_are_short_enough_with_th
     )
     longer = job.model_copy(update={"trainer": job.trainer.model_copy(update={"total_training_steps": 6})})
     with pytest.raises(
-        InvalidConfig, match=r"total_training_steps is 6 now and was 3.*follows from trainer\.total_"
+        InvalidConfig, match=r"total_training_steps is 6 now and was 3.*follows from trainer\.total_epochs"
     ):
         Run(longer, load_tokenizer(job.actor.model)).finished()
     forget(str(tmp_path / "measurer.py"))

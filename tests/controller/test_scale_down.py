@@ -352,7 +352,7 @@ async def test_a_run_directory_is_one_runs(tiny_model: Path, tmp_path: Path) -> 
         await controlled(job, nobody, begun=lambda: begun.append("locked"))
     assert begun == ["locked"]  # to wait for another run is no start that failed before it had begun
     (tmp_path / "file").touch()
-    with pytest.raises(FileExistsError):
+    with pytest.raises(InvalidConfig, match="file cannot be written: File exists"):
         await controlled(
             small_job(tmp_path, tiny_model, "file", *OVERRIDES), nobody, begun=lambda: begun.append("file")
         )

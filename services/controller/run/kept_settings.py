@@ -46,8 +46,8 @@ HINTS = {
     "and messages: what rewards, tools and interactions read",
     VALIDATION: "Validations from here on are of other rows, or of the same as another tokenizer or template "
     "writes them; trainer.save_best compares them with earlier ones all the same",
-    STEPS: "Where the job does not set it, it follows from trainer.total_epochs and the number of rows. The "
-    "learning rate depends on it",
+    STEPS: "Where the job does not set trainer.total_training_steps, it follows from trainer.total_epochs and "
+    "the number of rows",
 }
 OF_THE_ROWS = (NUM_PROMPTS, PROMPTS, COLUMNS, VALIDATION)
 MAY_CHANGE = re.compile(  # a warning, not an error

@@ -24,6 +24,7 @@ from rolemesh.services.controller.run.checkpoints import Checkpoints, Controller
 from rolemesh.services.controller.run.kept_settings import (
     COLUMNS,
     NUM_PROMPTS,
+    OF_THE_ROWS,
     PROMPTS,
     RULES,
     STEPS,
@@ -100,10 +101,10 @@ def test_an_edited_column_is_refused_and_a_checkpoint_without_its_digest_is_comp
     assert compared.refused == ["digest of the prompts' other columns is 'c' now and was 'b'"]
     assert ["reward_model" in hint for hint in compared.hints] == [True]
     # Tools have left none out, so they are the same rows; with one less they need not be.
-    assert compare(settings("a", "b"), settings("x", "b"), prompts_are_known=False).refused == []
-    assert compare(settings("a", "b"), settings("x", "c"), prompts_are_known=False).refused == compared.refused
+    assert compare(settings("a", "b"), settings("x", "b"), OF_THE_ROWS).refused == []
+    assert compare(settings("a", "b"), settings("x", "c"), OF_THE_ROWS).refused == compared.refused
     fewer = settings("a", "b") | {NUM_PROMPTS: 9}
-    assert compare(fewer, settings("x", "c"), prompts_are_known=False) == Comparison([], [], [], [])
+    assert compare(fewer, settings("x", "c"), OF_THE_ROWS) == Comparison([], [], [], [])
     earlier = settings("a", "b")
     del earlier[COLUMNS]
     assert compare(earlier, settings("a", "c")) == Comparison([], [], [], [COLUMNS])
@@ -166,7 +167,11 @@ def test_a_resume_says_what_another_learning_rate_comes_from(
         settings_to_keep(make_job({"actor": {"optim": optim}, "trainer": {"total_training_steps": steps}}), 10)
         for optim, steps in (before, now)
     )
-    assert compare(json.loads(json.dumps(kept)), settings) == Comparison(refused, [], changed, [])
+    compared = compare(json.loads(json.dumps(kept)), settings)
+    assert (compared.refused, compared.changed, compared.missing) == (refused, changed, [])
+    assert ["trainer.total_epochs" in hint for hint in compared.hints] == [True] * any(
+        TOTAL in words for words in (*refused, *changed)
+    )
 
 
 def test_a_resume_says_that_an_optimizer_step_is_another_share_of_a_training_step() -> None:

@@ -31,7 +31,7 @@ REFUSED = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION
 OK = grpc.StatusCode.OK
 # Fields that are data: any text or number is as good as another, and names nothing outside.
 DATA = {"episode", "attempt", "uid", "row", "seed", "turn"}
-DATA |= {"text", "cut", "prompt_tokens", "completion_tokens"}
+DATA |= {"text", "cut", "prompt_tokens", "completion_tokens", "num_training_steps"}
 NUMBERS: dict[int, list[Any]] = {
     FieldDescriptor.TYPE_DOUBLE: [math.nan, math.inf, -math.inf, -1.0],
     FieldDescriptor.TYPE_UINT64: [(1 << 64) - 1, 1 << 63],
@@ -116,7 +116,7 @@ async def good(channel: grpc.aio.Channel, run_dir: Path, address: str) -> dict[s
     published = await call(new(rpc, version=1))
     return {
         "version": 1, "digest": published.digest, "sources": [address], "directory": str(run_dir / "saved"),
-        "wait_s": 0.0, "offset": 0, "length": 1, "agents": ["tool_agent"],
+        "num_training_steps": 1, "wait_s": 0.0, "offset": 0, "length": 1, "agents": ["tool_agent"],
         "episode": "e", "attempt": 1, "agent": "tool_agent", "uid": "u", "row": "{}", "messages": [], "seed": 1,
         "turn": 1, "message": None, "text": "", "cut": False, "prompt_tokens": 0, "completion_tokens": 0,
     }  # fmt: skip
