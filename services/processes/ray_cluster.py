@@ -183,15 +183,15 @@ async def ray_cluster(num_ranks: int, within_s: float) -> AsyncIterator[RayClust
             "_temp_dir": directory,
         }
 
-        given_up = threading.Event()
+        left = threading.Event()
 
         def start() -> None:
             ray.init(address, log_to_driver=False, configure_logging=False, **(here if is_here else {}))
-            if given_up.is_set():
+            if left.is_set():
                 ray.shutdown()
 
         # In a thread: it takes 10 s. There Ray replaces the handlers of signals only in C, not in Python.
-        starting = _in_daemon_thread(start)
+        starting = _in_daemon_thread(start, left)
         try:
             try:
                 async with asyncio.timeout(within_s):
@@ -215,9 +215,11 @@ async def ray_cluster(num_ranks: int, within_s: float) -> AsyncIterator[RayClust
             if is_here:
                 await asyncio.wait({starting}, timeout=STARTED_S)
             # A cluster that does not answer is not awaited: Ray asks for minutes, and nothing stops the thread.
-            given_up.set()
-            if not starting.cancel():
-                await asyncio.to_thread(ray.shutdown)
+            try:
+                if not starting.cancel():
+                    await asyncio.to_thread(ray.shutdown)
+            finally:
+                left.set()
 
 
 def _no_answer(address: str, within_s: float) -> str:
@@ -231,8 +233,12 @@ def _no_answer(address: str, within_s: float) -> str:
     )
 
 
-def _in_daemon_thread(work: Callable[[], None]) -> asyncio.Future[None]:
-    """Run a function as asyncio.to_thread does, but let the event loop and the process end before it."""
+def _in_daemon_thread(work: Callable[[], None], until: threading.Event) -> asyncio.Future[None]:
+    """Run a function as asyncio.to_thread does, but let the event loop and the process end before it.
+
+    The thread stays until the event: Linux ends Ray's processes with the thread that started them
+    (PR_SET_PDEATHSIG).
+    """
     done: Future[None] = Future()
     done.set_running_or_notify_cancel()  # so the thread may report, though nobody waits any more
 
@@ -243,6 +249,7 @@ def _in_daemon_thread(work: Callable[[], None]) -> asyncio.Future[None]:
             done.set_exception(error)
         else:
             done.set_result(None)
+            until.wait()
 
     threading.Thread(target=run, daemon=True, name="start of Ray").start()
     return asyncio.wrap_future(done)
