@@ -8,7 +8,7 @@ RESOLVE := $(BIN)/uv pip compile -q --universal --python-version 3.11 \
 COMPILE := $(RESOLVE) pyproject.toml --extra dev
 
 TARGET ?= cpu
-IMAGE ?= localhost/rolemesh:$(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' rolemesh/__init__.py)$(if $(filter gpu,$(TARGET)),-gpu)
+IMAGE ?= localhost/rolemesh:$(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' rolemesh/version.py)$(if $(filter gpu,$(TARGET)),-gpu)
 
 .DEFAULT_GOAL := help
 .PHONY: help run test test-engines test-tools go-tools examples stress mutation setup vllm lint format chart proto released test-gpu gpu-bundle bench bench-ranks bench-rollout bench-step bench-agents bench-plan dashboards seeds \
@@ -60,7 +60,7 @@ setup: .venv/.installed ## .venv with everything in requirements.lock
 
 # What roles import is compiled now: where PYTHONDONTWRITEBYTECODE is set, otherwise each would spend 5 s on it at its start.
 # Most of the 20,000 files are never imported; to compile them all takes half a minute.
-IMPORTED := peft matplotlib.pyplot transformers.models.qwen2.modeling_qwen2 rolemesh.services.python_interface \
+IMPORTED := peft matplotlib.pyplot transformers.models.qwen2.modeling_qwen2 rolemesh.python_interface \
 	$(foreach role,actor critic reward rollout environment,rolemesh.services.$(role).worker)
 .venv/.installed: requirements.lock pyproject.toml | .venv/bin/uv
 	$(BIN)/uv pip install --python $(BIN)/python --require-hashes -r requirements.lock

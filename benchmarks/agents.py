@@ -29,12 +29,12 @@ from benchmarks.planner.plan import RESULTS, _status
 from rolemesh.catalog.agents import ONE_TURN
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
-from rolemesh.data.arithmetic import write_arithmetic
 from rolemesh.data.dataset import Agents, PromptDataset
 from rolemesh.dataproto import DataProto
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.models.tiny import make_tiny_model
-from rolemesh.services.controller.conversations.conversing import Conversing
+from rolemesh.services.command_line.arithmetic import write_arithmetic
+from rolemesh.services.controller.conversations.conversation_rollout import ConversationRollout
 from rolemesh.services.controller.main import new_client, until_ready
 from rolemesh.services.controller.stages.experience import fan_out
 from rolemesh.services.processes.role_processes import role_processes
@@ -102,12 +102,15 @@ async def talk(job: JobConfig, num_rows: int, rounds: int) -> list[dict[str, flo
     data = PromptDataset(job.data.train_files, job.data, tokenizer, agents=Agents(who))
     taken = []
     async with serving(job) as (rollout, environment, process):
-        talking = Conversing(rollout, environment, job, tokenizer)
+        talking = ConversationRollout(rollout, environment, job, tokenizer)
         for number in range(1, rounds + 1):
             rows = fan_out(data.batch(range(num_rows)), 1, number, number)
-            before, began, own = _cpu(process), time.perf_counter(), time.process_time()
+            before = _cpu(process)
+            began = time.perf_counter()
+            own = time.process_time()
             parts = [part async for part in talking.generate(rows)]
-            wall, own = time.perf_counter() - began, time.process_time() - own
+            wall = time.perf_counter() - began
+            own = time.process_time() - own
             batch = DataProto.concat(parts)
             turns = float(batch["turns"].amax(1).sum())
             taken.append(

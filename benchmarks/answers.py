@@ -40,7 +40,9 @@ EQUALITY = {
     "math-verify alone": {"math": "math_verify", "rules": "verl"},
     "math_verify": {"math": "math_verify"},
 }
-EVERY, EVERY_OF_MATH = 400, 10  # solutions, for math-verify
+# solutions, for math-verify
+EVERY = 400
+EVERY_OF_MATH = 10
 
 # The answer, other answers that look like it.
 MATH_LIKE: list[tuple[str, tuple[str, ...]]] = [

@@ -25,7 +25,8 @@ SEEDS = [1, 2, 3]
 CONFIGS = {"sums": ROOT / "configs" / "tiny.yaml", "tools": ROOT / "configs" / "tiny-tools.yaml"}
 SEEDED = {"sums": ("data", "actor", "critic", "rollout"), "tools": ("data", "actor", "rollout")}
 FILES = {"sums": "demo", "tools": "demo-tools"}  # of the results
-CALLS, ERRORS = "conversation/tool_calls/mean", "conversation/tool_errors/mean"
+CALLS = "conversation/tool_calls/mean"
+ERRORS = "conversation/tool_errors/mean"
 
 
 def one_seed(task: str, seed: int, directory: Path) -> dict[str, Any]:

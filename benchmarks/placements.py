@@ -34,7 +34,7 @@ from rolemesh.services.command_line.demo import prepare_demo
 from rolemesh.services.controller.main import new_client, until_ready
 from rolemesh.services.processes.role_processes import RoleProcesses, role_processes
 from rolemesh.wire.allocator import tune
-from rolemesh.workers.parking import Parking
+from rolemesh.workers.offloading import Offloader
 
 SWITCH = "rolemesh_lease_switch_seconds"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -107,18 +107,18 @@ async def measure_steps(rounds: int, steps: int) -> dict[str, dict[str, Any]]:
 
 
 def measure_switch(num_bytes: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds to park and unpark `num_bytes` in many tensors, and to move one plain buffer of that size in the
+    """Seconds to offload and reload `num_bytes` in many tensors, and to move one buffer of that size in the
     same way: to pinned memory and back on CUDA, else to a file and back."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tensors = [torch.ones(num_bytes // 256, dtype=torch.uint8, device=device) for _ in range(256)]
     whole = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) if device.type == "cuda" else None
     with TemporaryDirectory(dir=DEMO) as directory:
-        parking = Parking(lambda: tensors, device, Path(directory))
+        offloader = Offloader(lambda: tensors, device, Path(directory))
 
         def switch() -> None:
-            parking.park()
-            parking.unpark()
+            offloader.offload()
+            offloader.reload()
 
         def plain() -> None:
             if pinned is not None:
@@ -126,7 +126,8 @@ def measure_switch(num_bytes: int, rounds: int) -> dict[str, list[float]]:
                 whole.copy_(pinned)
                 return
             with TemporaryFile(dir=directory, buffering=0) as file:
-                at, data = 0, whole.numpy().data
+                at = 0
+                data = whole.numpy().data
                 while at < num_bytes:
                     at += file.write(data[at:])
                 file.seek(0)

@@ -35,7 +35,8 @@ RUNS = Path("outputs/recipes")
 ACCURACY = "val-core/rolemesh/arithmetic/acc/mean@1"
 RECIPES = ("ppo", "reinforce++", "remax", "rloo", "grpo", "dr-grpo", "dapo", "gspo", "cispo", "gpg")
 NUM_ROWS = 128  # responses a step, whatever rollout.n
-BLUE, GREY = "#2563eb", "#d1d5db"
+BLUE = "#2563eb"
+GREY = "#d1d5db"
 WORKERS: dict[str, Any] = {
     "actor": ActorWorker,
     "rollout": RolloutWorker,

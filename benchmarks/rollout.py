@@ -36,8 +36,8 @@ from rolemesh.models.tiny import make_tiny_model
 from rolemesh.roles import methods
 from rolemesh.rpc.calling.clients import RolloutClient
 from rolemesh.services.processes.environments import role_environment
-from rolemesh.services.rollout.engines.ending import end_tokens
-from rolemesh.services.rollout.engines.vllm.arguments import (
+from rolemesh.services.rollout.engines.eos import end_tokens
+from rolemesh.services.rollout.engines.vllm.engine_args import (
     engine_arguments,
     prepare_environment,
     sampling_arguments,
@@ -46,8 +46,10 @@ from rolemesh.wire.allocator import tune
 from rolemesh.workers.devices import resolve_device
 
 RESULTS = Path(__file__).parent / "results"
-PROMPT_TOKENS, RESPONSE_TOKENS = 32, 256
-IN_PROCESS, SERVICE = "vLLM in process", "rollout service"
+PROMPT_TOKENS = 32
+RESPONSE_TOKENS = 256
+IN_PROCESS = "vLLM in process"
+SERVICE = "rollout service"
 
 
 @dataclass
@@ -123,11 +125,20 @@ async def in_process(job: JobConfig) -> AsyncIterator[Contestant]:
 @asynccontextmanager
 async def service(job: JobConfig, directory: Path) -> AsyncIterator[Contestant]:
     """`rolemesh serve rollout` in a process of its own, asked through the controller's client."""
-    config, address_file = directory / "job.yaml", directory / "address.json"
+    config = directory / "job.yaml"
+    address_file = directory / "address.json"
     config.write_text(job.to_yaml(), encoding="utf-8")
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "rolemesh", "serve", "rollout", "--config", str(config)),
-        *("--address-file", str(address_file), "--exit-with-parent"),
+        sys.executable,
+        "-m",
+        "rolemesh",
+        "serve",
+        "rollout",
+        "--config",
+        str(config),
+        "--address-file",
+        str(address_file),
+        "--exit-with-parent",
         stdin=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
         env=role_environment(),
@@ -140,7 +151,9 @@ async def service(job: JobConfig, directory: Path) -> AsyncIterator[Contestant]:
             await client.wait_until_ready(600)
 
             async def generate(prompts: DataProto) -> Turn:
-                began, first, num_tokens = time.perf_counter(), 0.0, 0
+                began = time.perf_counter()
+                first = 0.0
+                num_tokens = 0
                 async for rows in client.generate(prompts):
                     first = first or time.perf_counter() - began
                     num_tokens += int(rows["response_mask"].sum())

@@ -45,7 +45,9 @@ OneStep = Callable[[int], Awaitable[Metrics]]
 def stepper(job: JobConfig, roles: Roles) -> OneStep:
     """Makes step `number` of the job with these roles."""
     data = PromptDataset(job.data.train_files, job.data, load_tokenizer(job.actor.model))
-    order, kl, page = PromptOrder(len(data), job.data), KLController(job.algorithm.kl_ctrl), page_of(job)
+    order = PromptOrder(len(data), job.data)
+    kl = KLController(job.algorithm.kl_ctrl)
+    page = page_of(job)
 
     async def one_step(number: int) -> Metrics:
         return await page(data.batch(order.rows(number)), roles, Step(number, job, kl))

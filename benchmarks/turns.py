@@ -28,8 +28,12 @@ from rolemesh.services.rollout.worker import RolloutWorker
 from rolemesh.wire.allocator import tune
 
 RESULTS = Path(__file__).parent / "results"
-PROMPT_TOKENS, SAMPLED, ADDED = 128, 16, 48  # in a turn
-KEPT, AGAIN = "kept", "computed again"
+# in a turn
+PROMPT_TOKENS = 128
+SAMPLED = 16
+ADDED = 48
+KEPT = "kept"
+AGAIN = "computed again"
 
 
 def some_job(directory: Path, turns: int, hidden_size: int, num_layers: int) -> JobConfig:
@@ -69,7 +73,8 @@ async def turn_of(worker: RolloutWorker, request: DataProto) -> tuple[float, Dat
 
 def after(request: DataProto, answer: DataProto, turn: int) -> DataProto:
     """The next turn's request: the sampled tokens, and ADDED others."""
-    turns, mask = request["turns"].clone(), answer["response_mask"]
+    turns = request["turns"].clone()
+    mask = answer["response_mask"]
     begun = int((turns[0] != 0).sum()) + SAMPLED
     assert bool((mask.sum(1) == SAMPLED).all())
     responses = torch.where(mask, answer["responses"], request["responses"])
@@ -83,7 +88,8 @@ def ending_after_sampled(worker: RolloutWorker) -> None:
     """End every turn at its last token: the engine's ends are those that no turn samples but there."""
     engine: Any = worker._engine
     sample = engine.sample
-    engine.ends, steps = torch.tensor([0]), [0]
+    engine.ends = torch.tensor([0])
+    steps = [0]
 
     def counted(logits: torch.Tensor, *others: Any) -> Any:
         steps[0] += 1

@@ -29,7 +29,8 @@ class Waits:
 
 class Waiting:
     def __init__(self, draw: random.Random, longest_s: float) -> None:
-        self._draw, self._longest_s = draw, longest_s
+        self._draw = draw
+        self._longest_s = longest_s
         self._turns_left = draw.randint(1, MAX_TURNS)
 
     async def begin(self) -> Chat:

@@ -52,7 +52,7 @@ from rolemesh.services.rollout.engines.hf import HfEngine
 from rolemesh.services.rollout.worker import RolloutWorker
 from rolemesh.telemetry import metrics
 from rolemesh.v1.weights_pb2 import SharedRegion
-from rolemesh.weights.held import HeldWeights
+from rolemesh.weights.published import PublishedWeights
 from rolemesh.weights.region import WeightRegion
 from rolemesh.weights.remote import RemoteWeights
 from rolemesh.weights.service import WeightsServicer
@@ -94,21 +94,23 @@ async def commands() -> AsyncIterator[Any]:
 
 async def hold(job: JobConfig) -> None:
     """Publishes a version for each line of standard input; answers with its digest and the seconds it took."""
-    store, weights = WeightStore(), named_weights(load_causal_lm(job.actor.model, "actor"))
+    store = WeightStore()
+    weights = named_weights(load_causal_lm(job.actor.model, "actor"))
     async with serving(store):
         async for version in commands():
             for tensor in weights.values():
                 tensor.uniform_()
             store.clear("the next one comes")
             begun = time.monotonic()
-            held = HeldWeights(version, weights).holding
+            held = PublishedWeights(version, weights).holding
             store.put(held)
             answer(digest=held.digest, bytes=held.num_bytes, seconds=time.monotonic() - begun)
 
 
 async def replicate(job: JobConfig) -> None:
     """Takes a version for each line of standard input; answers with the moment when it was in use."""
-    store, worker = WeightStore(), RolloutWorker(job)
+    store = WeightStore()
+    worker = RolloutWorker(job)
     model = cast(HfEngine, worker._engine).model
     elsewhere: set[int] = set()  # processes whose memory is not of this machine
     open_region = WeightRegion.open

@@ -15,14 +15,14 @@ from helm_values.kubernetes import typed
 from helm_values.values import StorageValues, Values
 from rolemesh.catalog.engines import ENGINES
 from rolemesh.catalog.estimators import ESTIMATORS
-from rolemesh.catalog.loading import NAMED
 from rolemesh.catalog.pages import PAGES
-from rolemesh.catalog.roles import ROLES, stateless_roles
+from rolemesh.catalog.plugin_imports import NAMED
+from rolemesh.catalog.role_specs import ROLES, stateless_roles
 from rolemesh.config import JobConfig
 from rolemesh.config.base import MAX_WHOLE, path_keys
 from rolemesh.config.placement import strategies
-from rolemesh.planner.devices import GIB
-from rolemesh.planner.host import HF_BYTES, RANK_BYTES, VLLM_BYTES
+from rolemesh.planner.device_specs import GIB
+from rolemesh.planner.host_memory import HF_BYTES, RANK_BYTES, VLLM_BYTES
 
 CHARTS = Path(__file__).parents[1] / "charts"
 CHART = CHARTS / "rlhf-job"

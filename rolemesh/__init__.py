@@ -13,19 +13,18 @@ Names are imported when they are first used, so `import rolemesh` itself costs n
 `rolemesh.plugins` is public too: it adds parts of your own (docs/plugins.md).
 """
 
-import gc
 import os
-from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from rolemesh.importing import imported
+from rolemesh.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from rolemesh.config import JobConfig, load_job
     from rolemesh.config.job import make_job
     from rolemesh.dataproto import DataProto
     from rolemesh.errors import InvalidConfig, RolemeshError
-    from rolemesh.roles import Roles
-    from rolemesh.services.python_interface import (
+    from rolemesh.python_interface import (
         connect_roles,
         draw_curves,
         open_roles,
@@ -35,13 +34,12 @@ if TYPE_CHECKING:
         run_async,
         step_graph,
     )
+    from rolemesh.roles import Roles
 
 # A row's bits must not depend on the rows beside it, nor on the number of threads. MKL reads this at the
 # process's first matrix product; without it, matrices of few rows take other kernels or cut sums in pieces.
 # It costs a few per cent of time at most.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
-
-__version__ = "0.1.0"
 
 __all__ = [
     "DataProto",
@@ -75,23 +73,9 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'rolemesh' has no attribute {name!r}")
-    value = getattr(imported(_HOMES.get(name, "rolemesh.services.python_interface")), name)
+    value = getattr(imported(_HOMES.get(name, "rolemesh.python_interface")), name)
     globals()[name] = value
     return value
-
-
-def imported(name: str) -> ModuleType:
-    """Import a module that imports much, without collecting garbage meanwhile.
-
-    Nearly all objects that imports make stay. To look for garbage among them takes a quarter of the time.
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        return import_module(name)
-    finally:
-        if collects:
-            gc.enable()
 
 
 def __dir__() -> list[str]:

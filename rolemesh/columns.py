@@ -40,7 +40,9 @@ class Column:
 
 
 OTHER = "*"
-TOKEN_IDS, ZERO_OR_ONE = (0, "V"), (0, 2)  # padding has a token's id too
+# padding has a token's id too
+TOKEN_IDS = (0, "V")
+ZERO_OR_ONE = (0, 2)
 
 COLUMNS: dict[str, Column] = {
     # from the data set

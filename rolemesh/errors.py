@@ -1,4 +1,4 @@
-"""Error classes by cause. rolemesh/rpc/errors.py maps each to a gRPC status and back."""
+"""Error classes by cause. rolemesh/rpc/status_codes.py maps each to a gRPC status and back."""
 
 from __future__ import annotations
 
@@ -51,8 +51,15 @@ WRONG_INPUT = (InvalidConfig, InvalidData, ModelNotFound)
 # Errors of the system that are about the input: a name, a kind of file, a permission, an empty file. Others may
 # pass, such as EIO and ESTALE of NFS, or EMFILE.
 _OF_INPUT = {
-    *(errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG),
-    *(errno.EACCES, errno.EPERM, errno.EINVAL),
+    errno.ENOENT,
+    errno.EEXIST,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EINVAL,
 }
 _OF_RUST = re.compile(r"\(os error (\d+)\)")  # in the text of errors of safetensors and tokenizers
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rolemesh import __version__
-from rolemesh.catalog.loading import NAMED, installed_plugins, used_plugins
-from rolemesh.catalog.roles import ROLES, RoleSpec
+from rolemesh.catalog.plugin_imports import NAMED, installed_plugins, used_plugins
+from rolemesh.catalog.role_specs import ROLES, RoleSpec
 from rolemesh.config import JobConfig
 from rolemesh.config.base import leaves
 from rolemesh.config.yaml_file import in_json
 from rolemesh.errors import InvalidBatch
+from rolemesh.version import __version__
 
 UNREADABLE = "unreadable"  # instead of the digest of a file that this process cannot read
 MAX_FINGERPRINT_CHARACTERS = 7000  # gRPC limits all of an answer's metadata to 8 KiB
@@ -107,7 +107,8 @@ def _values(job: JobConfig, spec: RoleSpec) -> Iterator[tuple[str, Any]]:
 
     Where the role's model follows the actor's, its values are the actor's.
     """
-    whole, model = job.model_dump(), spec.model(job).model_dump()
+    whole = job.model_dump()
+    model = job.model_of(spec.name).model_dump()
     for key in leaves(JobConfig):
         if any(key == read or key.startswith(f"{read}.") for read in spec.reads):
             of_model = key.startswith(f"{spec.model_key}.")

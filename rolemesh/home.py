@@ -34,7 +34,7 @@ from typing import IO, TYPE_CHECKING, Any, BinaryIO
 
 from rolemesh.errors import RolemeshError
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # imports pydantic; prepare_lock.py must start without waiting for it
     from rolemesh.config import JobConfig
 
 DESCRIPTORS = Path("/proc/self/fd")
@@ -218,7 +218,7 @@ def _check_names(parts: tuple[str, ...]) -> None:
 
 
 @contextmanager
-def _directory(root: Path, parts: tuple[str, ...], make: bool = False) -> Iterator[int]:
+def _directory(root: Path, parts: tuple[str, ...], *, make: bool = False) -> Iterator[int]:
     """Open a directory, from the top of the file system down, without following links."""
     steps = (*root.parts[1:], *parts)
     at = os.open(root.anchor, STEP)
@@ -241,13 +241,13 @@ def _directory(root: Path, parts: tuple[str, ...], make: bool = False) -> Iterat
         os.close(at)
 
 
-def _make(name: str, at: int) -> bool:
+def _make(name: str, parent: int) -> bool:
     """Create a directory; False if the name already exists."""
     try:
-        os.stat(name, dir_fd=at, follow_symlinks=False)
+        os.stat(name, dir_fd=parent, follow_symlinks=False)
     except FileNotFoundError:
         with suppress(FileExistsError):  # another role of the run created it first
-            os.mkdir(name, dir_fd=at)
+            os.mkdir(name, dir_fd=parent)
             return True
     return False
 
@@ -293,8 +293,8 @@ def _changed(directory: int) -> float:
 
 
 @contextmanager
-def _opened(name: str, flags: int, at: int) -> Iterator[int]:
-    descriptor = os.open(name, flags, 0o666, dir_fd=at)
+def _opened(name: str, flags: int, parent: int) -> Iterator[int]:
+    descriptor = os.open(name, flags, 0o666, dir_fd=parent)
     try:
         yield descriptor
     finally:

@@ -23,11 +23,11 @@ TIMEOUT_S = 10.0
 LATE_S = 15.0  # a watch that the server ends later than this is broken off
 
 
-class Refused(RolemeshError):
+class ApiRefused(RolemeshError):
     """The API server refused the request; the message is its own."""
 
 
-class Absent(Refused):
+class Absent(ApiRefused):
     """There is no such object."""
 
 
@@ -43,7 +43,7 @@ class Unreachable(RolemeshError):
     """The API server does not answer, or is temporarily unable to; or the pod's account cannot be read."""
 
 
-class Cluster:
+class KubernetesApi:
     """The API server, as seen from a pod.
 
     Args:
@@ -53,12 +53,13 @@ class Cluster:
     """
 
     def __init__(self, url: str, account: Path) -> None:
-        self._url, self._account = url, account
+        self._url = url
+        self._account = account
         self.namespace = (account / "namespace").read_text().strip()
 
     @classmethod
-    def in_pod(cls) -> Cluster:
-        """Return the cluster of the pod that this process runs in.
+    def in_pod(cls) -> KubernetesApi:
+        """Return the API of the cluster that this process's pod runs in.
 
         Raises:
             InvalidConfig: the process is not in a pod, or its pod has no service account token.
@@ -76,7 +77,7 @@ class Cluster:
         """List the objects with these labels.
 
         Raises:
-            Forbidden, Refused, Unreachable.
+            Forbidden, ApiRefused, Unreachable.
         """
         async with self._client() as client:
             answer: dict[str, Any] = (await client.get(path, params={"labelSelector": selector})).json()
@@ -91,7 +92,7 @@ class Cluster:
 
         Raises:
             Expired: the API server no longer has this version.
-            Forbidden, Refused, Unreachable.
+            Forbidden, ApiRefused, Unreachable.
         """
         params = {
             "watch": "true",
@@ -114,7 +115,7 @@ class Cluster:
         """Return one object.
 
         Raises:
-            Forbidden, Refused, Unreachable; Absent: it does not exist.
+            Forbidden, ApiRefused, Unreachable; Absent: it does not exist.
         """
         async with self._client() as client:
             answer: dict[str, Any] = (await client.get(path)).json()
@@ -124,7 +125,7 @@ class Cluster:
         """Apply `change` to an object, as a merge patch.
 
         Raises:
-            Forbidden, Refused, Unreachable; Absent: it does not exist.
+            Forbidden, ApiRefused, Unreachable; Absent: it does not exist.
         """
         async with self._client() as client:
             headers = {"content-type": "application/merge-patch+json"}
@@ -134,7 +135,7 @@ class Cluster:
         """Delete an object.
 
         Raises:
-            Forbidden, Refused, Unreachable; Absent: it does not exist.
+            Forbidden, ApiRefused, Unreachable; Absent: it does not exist.
         """
         async with self._client() as client:
             await client.delete(path)
@@ -183,4 +184,4 @@ def _raise_for(code: int, message: str) -> None:
     # 401: the token was just renewed; 429 and 5xx: the server is overloaded or restarting
     if code in (httpx.codes.UNAUTHORIZED, httpx.codes.TOO_MANY_REQUESTS) or code >= 500:
         raise Unreachable(f"{code}: {message}")
-    raise Refused(message)
+    raise ApiRefused(message)

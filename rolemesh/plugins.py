@@ -32,8 +32,8 @@ from rolemesh.catalog.catalog import Catalog, Declaration
 from rolemesh.catalog.datasets import DATASETS
 from rolemesh.catalog.engines import ENGINES
 from rolemesh.catalog.estimators import ESTIMATORS
-from rolemesh.catalog.loading import importing
 from rolemesh.catalog.pages import PAGES
+from rolemesh.catalog.plugin_imports import importing
 from rolemesh.catalog.policy_losses import POLICY_LOSSES
 from rolemesh.catalog.reward_managers import REWARD_MANAGERS
 from rolemesh.catalog.tools import TOOLS

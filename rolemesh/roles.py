@@ -5,7 +5,8 @@ for it over gRPC. A page (services/controller/pages/ppo.py) takes `Roles` and ca
 
 `methods` declares the columns that each method reads and writes, and rolemesh/columns.py the content of each
 column. Clients send only the columns that a method reads. A server checks every batch against the declaration
-before a method sees it, and a client checks every answer before its caller sees it (rolemesh/validation.py).
+before a method sees it, and a client checks every answer before its caller sees it
+(rolemesh/batch_validation.py).
 Before any model loads, the page runs once with roles that only record (rolemesh/graph/) and is checked against
 the same tables.
 """
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rolemesh.catalog.catalog import load
-from rolemesh.catalog.roles import ROLES
+from rolemesh.catalog.role_specs import ROLES
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, Unsupported
@@ -32,7 +33,7 @@ from rolemesh.v1.environment_pb2 import (
     OpenEpisodeRequest,
     OpenEpisodeResponse,
 )
-from rolemesh.weights.source import WeightSource
+from rolemesh.weights.weight_source import WeightSource
 
 Metrics = dict[str, float]
 
@@ -84,7 +85,8 @@ class Method:
 
 def methods(job: JobConfig) -> dict[str, Method]:
     """Return the methods of all roles by name, such as "actor.update"."""
-    prompt, response = job.data.max_prompt_length, job.data.max_response_length
+    prompt = job.data.max_prompt_length
+    response = job.data.max_response_length
     sizes = {"P": prompt, "T": response, "S": prompt + response}
     sizes |= {"K": job.rollout.num_kept, "C": len(job.algorithm.gdpo_reward_keys)}
     table = [method for role in ROLES.values() for method in load(role.methods)(job)]

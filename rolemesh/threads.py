@@ -55,7 +55,8 @@ async def run_on(
     Returns:
         The function's result; its errors are raised.
     """
-    context, is_wanted = contextvars.copy_context(), True
+    context = contextvars.copy_context()
+    is_wanted = True
 
     def work() -> Any:
         return context.run(function, *args, **kwargs) if is_wanted else None

@@ -158,7 +158,7 @@ def _logging_as_before() -> Iterator[None]:
 def _plugins_as_before() -> Iterator[None]:
     """Plug-ins that a test loads are nobody else's: their names, and what a job with them may say."""
     from rolemesh.catalog.catalog import BUILT_IN
-    from rolemesh.catalog.loading import NAMED, forget
+    from rolemesh.catalog.plugin_imports import NAMED, forget
 
     def origins() -> set[str]:
         return {part.origin for catalog in NAMED.values() for part in catalog.values()} - {BUILT_IN}

@@ -24,7 +24,7 @@ TOGETHER = {"processes", "command_line"}  # put services together
 # Each reads code from bytes, or a shell's language from text.
 FORBIDDEN_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 # They run what they are sent, without any rights.
-SANDBOX = {ROOT / "rolemesh" / "sandbox" / name for name in ("inside.py", "session_inside.py")}
+SANDBOX = {ROOT / "rolemesh" / "sandbox" / name for name in ("inside.py", "interpreter_inside.py")}
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "torch.save", "os.system", "os.popen", "yaml.load"}
 
 
@@ -38,11 +38,11 @@ def nodes(path: Path) -> tuple[ast.AST, ...]:
 
 
 @cache
-def imports(path: Path, types: bool = True) -> tuple[str, ...]:
-    """Full names of the modules that a file imports, anywhere in it; `types`: also those for types alone."""
+def imports(path: Path) -> tuple[str, ...]:
+    """Full names of the modules that a file imports, anywhere in it, also those for types alone."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     names: list[str] = []
-    for node in nodes(path) if types else ast.walk(WithoutTypes().visit(parsed(path.read_text()))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             names += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -50,13 +50,6 @@ def imports(path: Path, types: bool = True) -> tuple[str, ...]:
             module = ".".join([*base, *([node.module] if node.module else [])])
             names += (f"{module}.{alias.name}" for alias in node.names)
     return tuple(names)
-
-
-class WithoutTypes(ast.NodeTransformer):
-    """Takes `if TYPE_CHECKING:` out."""
-
-    def visit_If(self, node: ast.If) -> ast.AST | None:
-        return None if dotted(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
 
 
 def dotted(node: ast.expr) -> str:
@@ -67,13 +60,14 @@ def dotted(node: ast.expr) -> str:
 
 @pytest.mark.parametrize("path", OURS, ids=name_of)
 def test_arrows_go_from_services_to_the_library(path: Path) -> None:
-    """`rolemesh/__main__.py` is the command line's other name, and
+    """`rolemesh/__main__.py` is the command line's other name; `rolemesh/python_interface.py` and
     `rolemesh/__init__.py` offers the Python interface. Nobody takes a service by a name that another
     package may have."""
     assert [name for name in imports(path) if name.split(".")[0] == "services"] == []
     if path.is_relative_to(ROOT / "rolemesh") and path not in (
         ROOT / "rolemesh" / "__init__.py",
         ROOT / "rolemesh" / "__main__.py",
+        ROOT / "rolemesh" / "python_interface.py",
     ):
         assert [name for name in imports(path) if name.startswith("rolemesh.services")] == []
 
@@ -105,11 +99,11 @@ def name_as_imported(path: Path) -> str:
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
-    """Imports within functions counted, those for types alone not."""
+    """Imports within functions and those for types alone counted."""
     modules = {name_as_imported(path): path for path in OURS}
     arrows = {}
     for module, path in modules.items():
-        named = {name if name in modules else name.rpartition(".")[0] for name in imports(path, types=False)}
+        named = {name if name in modules else name.rpartition(".")[0] for name in imports(path)}
         arrows[module] = named & modules.keys() - {module}
     cycles = TopologicalSorter(arrows)
     cycles.prepare()  # raises CycleError, which names the modules of one
@@ -151,7 +145,7 @@ def test_a_context_of_a_call_has_a_type() -> None:
 def test_a_batch_reaches_a_model_by_one_check() -> None:
     """A worker computes what it is given. Under every placement processes/serve.py alone makes workers, each
     for its servicer, from the catalog of roles; and the guard looks at its batches once
-    (tests/test_validation.py tries every method)."""
+    (tests/test_batch_validation.py tries every method)."""
     made = re.compile("(Actor|Critic|Reference|Reward|Rollout)Worker|load_role")
     makers, askers = set(), set()
     for path in OURS:

@@ -24,9 +24,10 @@ CGROUP2, CGROUP1 = "0::/kubepods/pod1\n", "3:cpuset:/\n2:cpu,cpuacct:/docker/ab\
         (CGROUP1, {"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2),
     ],
 )
-def test_cpus_are_limited_by_affinity_and_by_the_quota_of_every_group_above(
+def test_cpus_are_limited_by_affinity_and_cgroup_quotas(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, files: dict[str, str], cpus: int
 ) -> None:
+    """The quota of every group above the process counts."""
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr("os.cpu_count", lambda: 96)
     for name, content in {
@@ -38,7 +39,7 @@ def test_cpus_are_limited_by_affinity_and_by_the_quota_of_every_group_above(
     assert usable_cpus(tmp_path) == cpus
 
 
-def test_a_machine_without_control_groups_has_the_cpus_of_the_affinity(
+def test_without_cgroups_affinity_sets_the_number_of_cpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {1, 5})

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rolemesh.catalog.loading import forget
-from rolemesh.catalog.roles import ROLES
+from rolemesh.catalog.plugin_imports import forget
+from rolemesh.catalog.role_specs import ROLES
 from rolemesh.config import JobConfig, parse_overrides
 from rolemesh.config.job import make_job
 from rolemesh.errors import InvalidBatch
@@ -46,7 +46,7 @@ def changed(before: JobConfig, after: JobConfig) -> set[str]:
         ("actor.model.path=other", MODELS | {"reward"}),
     ],
 )
-def test_a_key_changes_the_fingerprints_of_the_roles_that_read_it(override: str, roles: set[str]) -> None:
+def test_a_key_changes_the_fingerprints_of_its_readers(override: str, roles: set[str]) -> None:
     assert changed(job(), job(override)) == roles
     key = override.partition("=")[0]
     for role in roles & {key.partition(".")[0]}:
@@ -60,7 +60,7 @@ def test_a_model_of_its_own_does_not_follow_the_actors() -> None:
     assert changed(job(), job("critic.model.path=policy")) == set()  # the model that it loads is the same
 
 
-def test_the_content_of_a_reward_function_counts_and_not_its_path(tmp_path: Path) -> None:
+def test_a_reward_functions_content_counts_and_its_path_does_not(tmp_path: Path) -> None:
     jobs = []
     for name, text in (("a", "x = 1"), ("b", "x = 1"), ("c", "x = 2")):
         (tmp_path / f"{name}.py").write_text(text)
@@ -93,7 +93,7 @@ def test_another_version_of_rolemesh_is_another_role() -> None:
     assert here.difference(replace(here, version="0.0.9")) == said
 
 
-def test_many_keys_are_counted_and_a_trial_compares_none_of_its_own() -> None:
+def test_a_difference_counts_many_keys_but_none_of_a_trials_own() -> None:
     other = job("actor.seed=7", "actor.grad_clip=9", "actor.ppo_epochs=3", "actor.kl_loss_coef=1",
                 "actor.optim.lr=1", "actor.entropy_coeff=1")  # fmt: skip
     said = fingerprint(job(), "actor").difference(fingerprint(other, "actor"))

@@ -112,7 +112,7 @@ async def generated(prompts: DataProto, roles: Roles) -> DataProto:
     return await collect(roles.rollout.generate(rows), rows, score_nothing)
 
 
-async def test_a_missing_column_is_an_error_that_names_reader_column_and_writer() -> None:
+async def test_a_missing_column_error_names_reader_column_and_writer() -> None:
     async def page(prompts: DataProto, roles: Roles) -> None:
         await roles.critic.update(await generated(prompts, roles))
 
@@ -122,7 +122,7 @@ async def test_a_missing_column_is_an_error_that_names_reader_column_and_writer(
         await record(page, PPO, "page")
 
 
-async def test_a_column_of_the_controller_that_was_not_made_names_its_function() -> None:
+async def test_an_unmade_controller_column_names_its_function() -> None:
     async def page(prompts: DataProto, roles: Roles) -> None:
         batch = await generated(prompts, roles)
         await roles.critic.update(batch.union(await roles.critic.compute_values(batch)))
@@ -142,7 +142,7 @@ async def test_a_kl_loss_without_a_reference_in_the_page_is_an_error() -> None:
         await record(page, GRPO, "page")
 
 
-async def test_a_column_of_another_dtype_or_shape_than_declared_is_an_error() -> None:
+async def test_a_column_of_undeclared_dtype_or_shape_is_refused() -> None:
     @node(reads=("response_mask",), writes=("returns",))
     def make_returns(batch: DataProto) -> None:
         batch["returns"] = batch["response_mask"].double()
@@ -159,7 +159,7 @@ async def test_a_column_of_another_dtype_or_shape_than_declared_is_an_error() ->
         await record(page, PPO, "page")
 
 
-async def test_a_page_that_asks_the_critic_of_a_job_without_one_is_an_error() -> None:
+async def test_calling_the_critic_of_a_job_without_one_is_refused() -> None:
     async def page(prompts: DataProto, roles: Roles) -> None:
         await roles.critic.compute_values(await generated(prompts, roles))
 
@@ -167,7 +167,7 @@ async def test_a_page_that_asks_the_critic_of_a_job_without_one_is_an_error() ->
         await record(page, GRPO, "page")
 
 
-async def test_a_page_may_score_its_rows_again_with_a_column_of_its_own() -> None:
+async def test_an_algorithm_may_score_rows_again_with_its_own_column() -> None:
     async def page(prompts: DataProto, roles: Roles) -> None:
         rows = await generated(prompts, roles)
         await roles.reward.compute_scores(rows)

@@ -46,7 +46,7 @@ def foreign(tmp_path: Path) -> Path:
         "foreign", "", "{root}2", "//{foreign}", "{root}/\0", "{root}/" + "a/" * 9, "{root}/" + "a" * 5000,
     ],
 )  # fmt: skip
-def test_a_foreign_path_is_refused_in_the_same_words_whether_it_is_there_or_not(
+def test_a_foreign_path_error_does_not_tell_whether_it_exists(
     way: Callable[[Home, Path], object], named: str, root: Path, foreign: Path
 ) -> None:
     path, before = Path(named.format(foreign=foreign, root=root)), state(foreign)
@@ -87,7 +87,7 @@ def test_no_link_is_followed_and_nobody_learns_where_it_leads(
 
 @pytest.mark.parametrize("below", ["key", "sub/key"])
 @pytest.mark.parametrize("to", ["key", "below", "nothing"])
-def test_a_link_among_the_files_is_not_read_and_nobody_learns_where_it_leads(
+def test_a_link_among_files_is_not_read_and_its_target_not_shown(
     root: Path, foreign: Path, below: str, to: str
 ) -> None:
     (root / below).parent.mkdir(exist_ok=True)
@@ -96,7 +96,7 @@ def test_a_link_among_the_files_is_not_read_and_nobody_learns_where_it_leads(
         read(Home(root), root)
 
 
-def test_a_link_among_the_files_is_replaced_and_not_written_through(root: Path, foreign: Path) -> None:
+def test_a_link_among_files_is_replaced_not_written_through(root: Path, foreign: Path) -> None:
     (root / "key").symlink_to(foreign / "key")
     write(Home(root), root)
     assert ((root / "key").read_text(), (root / "key").is_symlink()) == ("new", False)
@@ -144,7 +144,7 @@ def test_a_failed_write_leaves_the_directory_as_it_was(root: Path) -> None:
     assert (state(root / "key"), os.listdir(root)) == (before, ["key"])
 
 
-def test_to_exchange_a_directory_for_a_link_while_it_is_open_changes_nothing(root: Path, foreign: Path) -> None:
+def test_swapping_an_open_directory_for_a_link_changes_nothing(root: Path, foreign: Path) -> None:
     for name in ("old", "new"):
         (root / name).mkdir()
     (root / "old" / "key").write_text("mine")
@@ -168,9 +168,7 @@ def test_a_fifo_is_refused_and_not_waited_for(root: Path) -> None:
             way(Home(root), root)
 
 
-def test_the_root_may_be_reached_by_a_link_but_not_be_exchanged_for_one_later(
-    root: Path, foreign: Path
-) -> None:
+def test_the_root_may_be_a_link_but_not_become_another_later(root: Path, foreign: Path) -> None:
     link = root.with_name("link")
     link.symlink_to(root)
     home = Home(link)
@@ -203,7 +201,7 @@ def test_a_run_directory_is_made_with_what_lies_below_it(tmp_path: Path) -> None
     assert read(home, tmp_path / "outputs" / "run") == {"step/actor/key": "new"}
 
 
-def test_a_run_directory_with_dots_is_the_one_that_the_system_opens(tmp_path: Path) -> None:
+def test_a_run_directory_with_dots_is_resolved_as_by_the_system(tmp_path: Path) -> None:
     """`link/..` is above the link's target, which the text alone does not say."""
     (tmp_path / "disk" / "below").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "below")
@@ -255,7 +253,7 @@ def test_a_lock_that_is_a_link_is_no_abandoned_folders(tmp_path: Path, foreign: 
     assert os.listdir(tmp_path / "weights") == ["rolemesh-planted"]
 
 
-def test_a_folder_that_another_engine_takes_for_abandoned_is_made_anew(
+def test_a_folder_that_another_engine_removed_is_created_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other one starts before this one has locked its folder."""
@@ -301,7 +299,7 @@ def test_new_files_are_readable_by_all_users_with_any_umask(tmp_path: Path) -> N
     }
 
 
-def test_a_directory_of_very_many_files_is_refused_before_descriptors_run_out(root: Path) -> None:
+def test_a_huge_directory_is_refused_before_descriptors_run_out(root: Path) -> None:
     (root / "sub").mkdir()
     for number in range(MAX_ENTRIES - 1):
         (root / "sub" / str(number)).touch()
@@ -340,7 +338,7 @@ def test_a_name_that_no_run_gives_is_refused(
     "enter",
     [lambda path: held(path).__enter__(), lambda path: locked(path / "lock").__enter__(), WeightsFolder],
 )
-def test_a_file_system_without_locks_is_named_with_the_mount_option(
+def test_a_file_system_without_locks_error_names_a_mount_option(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, enter: Callable[[Path], object]
 ) -> None:
     def refuse(file: object, operation: int) -> None:

@@ -37,7 +37,7 @@ with Home(Path(sys.argv[1])).writing(Path(sys.argv[1])) as into:
 """
 
 
-def test_files_of_a_killed_writer_go_with_the_next_write_and_those_of_a_living_one_stay(root: Path) -> None:
+def test_a_write_removes_files_of_killed_but_not_of_live_writers(root: Path) -> None:
     killed = subprocess.run([sys.executable, "-c", KILLED, str(root)], check=False)
     assert killed.returncode == -signal.SIGKILL
     [left] = root.iterdir()
@@ -59,7 +59,7 @@ def aged(left: Path, *, but: str = "") -> None:
             os.utime(path, (path.stat().st_atime, path.stat().st_mtime - ABANDONED_SECONDS))
 
 
-def test_files_of_a_writer_on_another_node_stay_if_its_lock_is_not_visible(root: Path) -> None:
+def test_files_of_a_writer_with_an_invisible_lock_are_kept(root: Path) -> None:
     """No lock here, and the one file that it writes is new."""
     theirs = root / ".new-0123456789abcdef"
     (theirs / "sub").mkdir(parents=True)
@@ -85,7 +85,7 @@ def test_files_of_a_killed_writer_are_no_part_of_a_checkpoint(root: Path) -> Non
     assert read(Home(root), root) == {"actor/key": "new"}
 
 
-def test_several_processes_fill_one_directory_and_its_writer_moves_all_of_it(root: Path, foreign: Path) -> None:
+def test_a_writer_moves_a_directory_filled_by_several_processes(root: Path, foreign: Path) -> None:
     home, other = Home(root), Home(root)
     with home.writing(root / "saved") as into:
         name = Path(os.path.realpath(into)).name

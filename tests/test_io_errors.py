@@ -22,8 +22,8 @@ from rolemesh.config.model import ModelConfig, PolicyModelConfig
 from rolemesh.config.reward import CustomRewardConfig
 from rolemesh.config.yaml_file import read_yaml
 from rolemesh.data import column_process
+from rolemesh.data.converters.competitions import write_aime
 from rolemesh.data.parquet import read_table, write_rows
-from rolemesh.data.publishers.competitions import write_aime
 from rolemesh.errors import WRONG_INPUT, InvalidConfig, unreadable
 from rolemesh.models.loading import (
     load_causal_lm,
@@ -112,7 +112,7 @@ def no_descriptor_left() -> Iterator[None]:
         ("a.parquet", lambda file: write_aime(file, file.parent / "aime")),
     ],
 )
-def test_a_file_that_cannot_be_opened_for_lack_of_descriptors_is_not_at_fault(
+def test_a_lack_of_descriptors_is_not_blamed_on_the_file(
     tiny_model: Path, tmp_path: Path, file: str, read: Callable[[Path], Any]
 ) -> None:
     directory = Path(shutil.copytree(tiny_model, tmp_path / "model"))
@@ -122,7 +122,7 @@ def test_a_file_that_cannot_be_opened_for_lack_of_descriptors_is_not_at_fault(
     assert not isinstance(raised.value, WRONG_INPUT)
 
 
-def test_an_error_of_the_system_in_the_reader_of_a_column_is_not_of_its_bytes(tmp_path: Path) -> None:
+def test_a_system_error_while_reading_is_not_blamed_on_the_bytes(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"'prompt' cannot be read: .*No such file"):
         column_process.read_bounded(tmp_path / "gone.parquet", "prompt", 1000)
 

@@ -16,6 +16,7 @@ from in_process import recorded, small_job, train
 import rolemesh
 from rolemesh.algos.kl import KLController
 from rolemesh.data import PromptDataset
+from rolemesh.importing import imported
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.services.controller.pages.choice import page_of
 from rolemesh.services.controller.pages.step import Step
@@ -44,16 +45,14 @@ def test_importing_it_loads_no_library() -> None:
     """Nor does what comes before a run in its pod, which has to count a start that its imports would kill."""
     source = (
         "import rolemesh, sys; print({'torch', 'pydantic', 'grpc', 'numpy', 'yaml'} & set(sys.modules)); "
-        "from rolemesh.services.controller import preparing, starting; "
+        "from rolemesh.services.controller import preparing, start_guard; "
         "print({'torch', 'grpc', 'numpy'} & set(sys.modules))"
     )
     ran = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
     assert ran.stdout.split() == ["set()", "set()"]
 
 
-def test_roles_may_be_opened_where_torch_was_asked_for_tf32_and_it_is_again_afterwards(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_opening_roles_works_under_tf32_and_restores_it(tiny_model: Path, tmp_path: Path) -> None:
     """torch refuses to read an older setting that the newer ones contradict, here that of matrix products."""
     job, own = small_job(tmp_path, tiny_model, "run"), cast(Any, torch.backends)
     parts = [own.cuda.matmul, own.mkldnn.matmul, own.cudnn.conv, own.cudnn.rnn]
@@ -81,9 +80,7 @@ def test_roles_may_be_opened_where_torch_was_asked_for_tf32_and_it_is_again_afte
     assert (torch.get_float32_matmul_precision(), own.cudnn.allow_tf32) == (exact, allows)
 
 
-async def test_roles_in_this_process_and_roles_by_address_make_the_same_step(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_local_and_remote_roles_make_the_same_step(tiny_model: Path, tmp_path: Path) -> None:
     """In this process in a fixed order meanwhile, as the job asks for."""
     job = small_job(tmp_path, tiny_model, "run", *SMALL, "trainer.deterministic=true")
     prompts = PromptDataset(job.data.train_files, job.data, load_tokenizer(job.actor.model)).batch(range(4))
@@ -105,7 +102,7 @@ async def test_roles_in_this_process_and_roles_by_address_make_the_same_step(
     assert found[0]["actor/grad_norm"] > 0
 
 
-async def test_roles_that_were_loaded_before_one_that_cannot_be_are_closed(
+async def test_loaded_roles_are_closed_when_a_later_role_fails_to_load(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed = []
@@ -138,9 +135,7 @@ async def test_where_an_event_loop_runs_the_awaitable_is_named(tiny_model: Path,
     assert rolemesh.step_graph(small_job(tmp_path, tiny_model, "run", *SMALL)).nodes  # which needs a loop, too
 
 
-async def test_the_metrics_and_curves_of_a_run_are_read_from_its_directory(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_metrics_and_curves_are_read_from_a_run_directory(tiny_model: Path, tmp_path: Path) -> None:
     job = small_job(tmp_path, tiny_model, "run", *SMALL)
     with pytest.raises(FileNotFoundError, match=r"no metrics of a run: .*run/metrics\.jsonl"):
         rolemesh.read_metrics(job.run_dir)
@@ -152,16 +147,15 @@ async def test_the_metrics_and_curves_of_a_run_are_read_from_its_directory(
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_garbage_is_collected_again_after_an_import_also_one_that_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_garbage_collection_resumes_after_any_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed import re-enables it, too."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "imports_much.py").write_text("import gc\ncollects = gc.isenabled()\n")
     (tmp_path / "fails_to_import.py").write_text("import absent_for_certain\n")
-    assert not rolemesh.imported("imports_much").collects
+    assert not imported("imports_much").collects
     assert gc.isenabled()
     with pytest.raises(ModuleNotFoundError, match="absent_for_certain"):
-        rolemesh.imported("fails_to_import")
+        imported("fails_to_import")
     assert gc.isenabled()
 
 

@@ -15,14 +15,15 @@ ROOT = Path(__file__).parents[1]
 # They expect that outputs/tiny/model is not there, that the Hub is asked, also by processes, and that a fetched
 # model needs none.
 OF_THE_HUB = (
-    "test_a_path_that_is_neither_directory_nor_hub_name_is_refused",
+    "test_a_path_neither_directory_nor_hub_name_is_refused",
     "test_a_plan_downloads_the_configuration_alone",
     "test_two_processes_at_once_fetch_once",
     "test_a_fetched_model_is_used_offline",
 )
 
 
-def test_tests_pass_beside_the_demo_and_with_a_users_settings_of_hugging_face(tmp_path: Path) -> None:
+def test_tests_pass_beside_the_demo_and_with_user_hf_settings(tmp_path: Path) -> None:
+    """The settings are those of Hugging Face in the user's environment."""
     (tmp_path / "outputs" / "tiny" / "model").mkdir(parents=True)
     cache = str(tmp_path / "cache")
     settings = {

@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[1]
 PARTS = ("rolemesh", "services", "charts", "configs", "pyproject.toml", "README.md", "LICENSE")
 
 
-def test_a_wheel_is_one_package_with_the_services_the_placements_and_the_job_files(tmp_path: Path) -> None:
+def test_a_wheel_holds_services_placements_and_job_files(tmp_path: Path) -> None:
+    """And it is one package."""
     source, site = tmp_path / "source", tmp_path / "site"
     source.mkdir()
     for name in PARTS:

@@ -27,7 +27,9 @@ from benchmarks.step.contestants import CACHE, ROOT, Contestant, interpreter
 RESULT = ROOT / "benchmarks" / "results" / "agents-trl.json"
 WORKLOAD = CACHE / "agents-workload"
 HERE = "benchmarks.agents_beside_trl"
-OURS, TRL, CONTINUOUS = "ours", "TRL", "TRL, continuous batching"
+OURS = "ours"
+TRL = "TRL"
+CONTINUOUS = "TRL, continuous batching"
 RATES = ("turns", "tokens")
 
 console = Console(width=None if sys.stdout.isatty() else 140)
@@ -35,14 +37,16 @@ console = Console(width=None if sys.stdout.isatty() else 140)
 
 async def compete(wait_s: float, rounds: int) -> dict[str, Any]:
     """Let each contestant hold its conversations in turns, `rounds` times after a first one."""
-    theirs, given = interpreter("grpo"), [str(WORKLOAD), str(wait_s)]
+    theirs = interpreter("grpo")
+    given = [str(WORKLOAD), str(wait_s)]
     lines = {
         OURS: (sys.executable, [f"{HERE}.ours", *given]),
         TRL: (theirs, [f"{HERE}.with_trl", *given]),
         CONTINUOUS: (theirs, [f"{HERE}.with_trl", *given, "--continuous"]),
     }
     async with AsyncExitStack() as stack:
-        contestants, versions = [], {}
+        contestants = []
+        versions = {}
         for name, (python, arguments) in lines.items():
             contestant = await Contestant.start(name, python, arguments)
             stack.push_async_callback(contestant.end)
@@ -89,13 +93,11 @@ def show(cases: dict[str, Any]) -> None:
         for name, found in of.items():
             middle = {key: statistics.median(found[key]) for key in found if key != "versions"}
             table.add_row(
-                *(
-                    case,
-                    name,
-                    f"{min(found['seconds']):.1f}",
-                    f"{middle['seconds']:.1f}",
-                    f"{middle['turns']:.0f}",
-                ),
+                case,
+                name,
+                f"{min(found['seconds']):.1f}",
+                f"{middle['seconds']:.1f}",
+                f"{middle['turns']:.0f}",
                 *(f"{middle[f'{rate}_per_second']:.1f}" for rate in RATES),
                 *(f"{ratio(of[OURS], found, f'{rate}_per_second'):.1f}" for rate in RATES),
             )

@@ -34,7 +34,7 @@ from rolemesh.config.job import make_job
 from rolemesh.data.dataset import Agents, PromptDataset
 from rolemesh.dataproto import DataProto
 from rolemesh.models.loading import load_tokenizer
-from rolemesh.services.controller.conversations.conversing import Conversing
+from rolemesh.services.controller.conversations.conversation_rollout import ConversationRollout
 from rolemesh.services.controller.stages.experience import fan_out
 
 
@@ -66,7 +66,7 @@ async def phases(job: JobConfig) -> None:
     tokenizer = load_tokenizer(job.actor.model)
     data = PromptDataset(job.data.train_files, job.data, tokenizer, agents=Agents("tool_agent"))
     async with serving(job) as (rollout, environment, _):
-        talking = Conversing(rollout, environment, job, tokenizer)
+        talking = ConversationRollout(rollout, environment, job, tokenizer)
         turns.answer({"versions": {"torch": version("torch"), "transformers": version("transformers")}})
         for step in count(1):
             if not await asyncio.to_thread(turns.wait):

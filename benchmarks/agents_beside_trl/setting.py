@@ -1,9 +1,13 @@
 """What a phase of conversations is, for every contestant. Only the standard library: TRL's side has no more."""
 
-PROMPTS, GROUP = 32, 2  # TRL's groups have at least two rows
+# TRL's groups have at least two rows
+PROMPTS = 32
+GROUP = 2
 CONVERSATIONS = PROMPTS * GROUP
 MAX_CALLS = 8  # turns with a call, one in each, whose answers a conversation may get
-PROMPT_TOKENS, RESPONSE_TOKENS = 48, 1536  # room; the latter for all turns with their tools' answers
+# room; the latter for all turns with their tools' answers
+PROMPT_TOKENS = 48
+RESPONSE_TOKENS = 1536
 TURN_TOKENS = 32  # mean of what a turn says before it calls or ends
 CALLS = 0.75  # how often a turn calls
 TOOL = "lookup"

@@ -23,7 +23,8 @@ from rolemesh.data.parquet import write_rows
 from rolemesh.models.tiny import byte_tokenizer, make_tiny_model
 
 # Tokens of their own, as frequent text is in a tokenizer with merges.
-OPENS, CLOSES = f'<tool_call>{{"name": "{TOOL}", "arguments": {{"key": "', '"}}</tool_call>'
+OPENS = f'<tool_call>{{"name": "{TOOL}", "arguments": {{"key": "'
+CLOSES = '"}}</tool_call>'
 # Qwen's, without the system message that describes the tools.
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
@@ -32,7 +33,10 @@ CHAT_TEMPLATE = (
     "{{ call.function.arguments | tojson }}}</tool_call>"
     "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-HIDDEN, LAYERS, HEADS = 320, 2, 4  # as wide as there are tokens, at least: the embeddings are orthogonal
+# as wide as there are tokens, at least: the embeddings are orthogonal
+HIDDEN = 320
+LAYERS = 2
+HEADS = 4
 DIGIT_FOLLOWS = 0.75
 NEVER = -40.0  # a logit
 

@@ -25,7 +25,7 @@ from rolemesh.config import JobConfig
 from rolemesh.config.model import ModelConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.models.loading import load_causal_lm, named_weights
-from rolemesh.models.packed.probe import remove_padding
+from rolemesh.models.packed.load_probe import remove_padding
 from rolemesh.services.actor.worker import ActorWorker
 from rolemesh.services.critic.worker import CriticWorker
 from rolemesh.services.rollout.worker import RolloutWorker
@@ -38,7 +38,8 @@ MEAN_TOLERANCE = {"float32": 2e-5, "bfloat16": 0.03}
 
 def log_probs(device: str, directory: Path) -> dict[str, Any]:
     """Log-probabilities, entropies and values of uneven rows, against float32 and padding on the CPU."""
-    model, rows = make_model(directory / "model", CORRECT[device]), rows_of(CORRECT[device], uneven=True)
+    model = make_model(directory / "model", CORRECT[device])
+    rows = rows_of(CORRECT[device], uneven=True)
 
     async def computed(on: str, dtype: str, packed: bool) -> dict[str, Tensor]:
         setting = {"dtype": dtype, "use_remove_padding": packed}
@@ -81,7 +82,8 @@ def probed(device: str, dtype: str, model: Path) -> dict[str, Any]:
         uneven lengths: in each layer, in bfloat16 on a GPU.
     """
     body = load_causal_lm(ModelConfig(path=str(model)), "actor").to(device).get_decoder()
-    seconds, began = [], synchronized(device)
+    seconds = []
+    began = synchronized(device)
     remove_padding(body, "actor", dtype)
     seconds.append(synchronized(device) - began)
     body.set_attn_implementation("sdpa")
@@ -104,7 +106,8 @@ def twice(device: str, directory: Path) -> dict[str, Any]:
     # As it runs first, in a process that could compute deterministically: cuBLAS reads this at its first use.
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     scale = CORRECT[device]
-    model, rows = make_model(directory / "model", scale), rows_of(scale, uneven=True)
+    model = make_model(directory / "model", scale)
+    rows = rows_of(scale, uneven=True)
 
     async def computed(job: JobConfig) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
         actor = ActorWorker(job)

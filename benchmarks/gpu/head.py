@@ -19,10 +19,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from benchmarks.gpu.workload import Missed, check, synchronized
 from rolemesh.models import chunks, distribution
 from rolemesh.models.chunks import BLOCK_BYTES, BLOCK_SHARE, tokens_in_block
-from rolemesh.models.distribution import TokenStats, Wanted, distribution_stats
+from rolemesh.models.distribution import TokenStats, WantedStatistics, distribution_stats
 from rolemesh.models.heads import VocabularyHead
 
-LOG_PROBS = Wanted(0.7, entropy=True, entropy_gradient=False, sum_pi_squared=False)
+LOG_PROBS = WantedStatistics(0.7, entropy=True, entropy_gradient=False, sum_pi_squared=False)
 ROUNDS = 4
 MOST_KERNELS = 12  # of a block
 OF_LOGITS = 5  # of these, which go over float32 logits: cast, temperature, exp, product, sum
@@ -72,7 +72,8 @@ class Problem:
 
     def stats(self, num_tokens: int, head: str = "model") -> TokenStats:
         """Statistics of the first tokens, in bfloat16, or in float64 if the model is."""
-        hidden, drawn = self.hidden[:num_tokens].to(self.model.dtype), self.drawn[:num_tokens]
+        hidden = self.hidden[:num_tokens].to(self.model.dtype)
+        drawn = self.drawn[:num_tokens]
         own = None if head == "autocast" else VocabularyHead.of(self.model, torch.bfloat16, head, "actor")
         output = BaseModelOutputWithPast(last_hidden_state=hidden)
         narrow = self.model.dtype is torch.float32
@@ -102,12 +103,14 @@ def head(device: str, directory: Path) -> dict[str, Any]:
     Contestants are interleaved, and the first round warms up.
     """
     sizes = SIZES[device]
-    problem, most = Problem(sizes, device), memory_bytes(device)
+    problem = Problem(sizes, device)
+    most = memory_bytes(device)
     blocks = {
         name: patch.object(distribution, "device_memory", lambda _, memory=memory: memory)
         for name, memory in (("old", None), ("new", most))
     }
-    launched, seconds = {}, defaultdict[str, list[float]](list)
+    launched = {}
+    seconds = defaultdict[str, list[float]](list)
     found: dict[str, Tensor] = {}
     for name, within in blocks.items():
         with within:
@@ -222,6 +225,7 @@ def errors(problem: Problem, sizes: Sizes) -> dict[str, Any]:
             one, many = relative.values()
             check(many <= 1.2 * one, f"the gradient of many chunks is worse than of one: {figures}")
     model.float()
-    own, rounded = figures["float32"]["log_probs mean"], figures["model"]["log_probs mean"]
+    own = figures["float32"]["log_probs mean"]
+    rounded = figures["model"]["log_probs mean"]
     check(own < 0.8 * rounded, f"float32 logits are hardly better than rounded ones: {figures}")
     return figures

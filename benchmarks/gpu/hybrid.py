@@ -16,9 +16,9 @@ from benchmarks.gpu.workload import Missed
 from benchmarks.steps import stepper
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
-from rolemesh.data.arithmetic import write_arithmetic
 from rolemesh.models.tiny import byte_tokenizer
 from rolemesh.roles import Roles
+from rolemesh.services.command_line.arithmetic import write_arithmetic
 from rolemesh.services.controller.main import new_client, until_ready
 from rolemesh.services.processes.role_processes import role_processes
 from rolemesh.telemetry import timeline
@@ -75,8 +75,9 @@ async def timed(job: JobConfig) -> list[dict[str, float]]:
         await until_ready(clients.values(), job.trainer.ready_timeout_s)
         step = stepper(job, Roles(**clients))  # type: ignore[arg-type]
         for number in range(1, STEPS + 1):
-            calls: list[timeline.Call] = []
-            token, began = timeline.calls.set(calls), time.perf_counter()
+            calls: list[timeline.TimedCall] = []
+            token = timeline.calls.set(calls)
+            began = time.perf_counter()
             await step(number)
             seconds = time.perf_counter() - began
             timeline.calls.reset(token)
@@ -84,7 +85,7 @@ async def timed(job: JobConfig) -> list[dict[str, float]]:
     return found
 
 
-def shares(calls: list[timeline.Call], seconds: float) -> dict[str, float]:
+def shares(calls: list[timeline.TimedCall], seconds: float) -> dict[str, float]:
     """Add up what the device computed, by method; the rest of the step is what sharing it costs."""
     computed: dict[str, float] = {}
     for call in calls:

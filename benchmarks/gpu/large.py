@@ -1,4 +1,4 @@
-"""A role of 3e9 parameters parks, wakes and hands its weights over: a real model's bytes without the model."""
+"""A role of 3e9 parameters sleeps, wakes and hands its weights over: a real model's bytes without the model."""
 
 from __future__ import annotations
 
@@ -14,27 +14,29 @@ from torch import Tensor
 from torch.multiprocessing import get_context
 
 from benchmarks.gpu.workload import Missed, check, synchronized
-from rolemesh.weights.held import HeldWeights
+from rolemesh.weights.published import PublishedWeights
 from rolemesh.weights.staging import load
-from rolemesh.workers.parking import Parking
+from rolemesh.workers.offloading import Offloader
 
 # Matrices of Qwen2.5-3B: 36 layers of width 2048; smaller ones where there is no GPU.
 SHAPES = {"cuda": (36, 2048, 11008, 151936), "cpu": (2, 64, 128, 512)}
 COPIES = 3  # of a parameter while it is trained: itself and two moments
 REPEATS = 3
-WANTED_S, WANTED_GB_S = 2.0, 40.0  # of a hand-over; of parking and waking
+# of a hand-over; of sleeping and waking
+WANTED_S = 2.0
+WANTED_GB_S = 40.0
 
 
 def parked(device: str, directory: Path) -> dict[str, Any]:
-    """Park and wake weights and moments: GB/s once memory is pinned, and whether the bits are the same."""
+    """Offload and reload weights and moments: GB/s once memory is pinned, and whether the bits are the same."""
     tensors = [made(index, shape, device) for index, shape in enumerate(shapes(device) * COPIES)]
     num_bytes = sum(tensor.nbytes for tensor in tensors)
-    parking = Parking(lambda: tensors, torch.device(device), directory)
+    offloader = Offloader(lambda: tensors, torch.device(device), directory)
     seconds: dict[str, list[float]] = {"to_host": [], "to_device": []}
     for _ in range(REPEATS):
         for tensor in tensors:
             tensor.mul_(1)  # written, so that it has to be copied again
-        for name, move in (("to_host", parking.park), ("to_device", parking.unpark)):
+        for name, move in (("to_host", offloader.offload), ("to_device", offloader.reload)):
             began = synchronized(device)
             moved = move()
             seconds[name].append(synchronized(device) - began)
@@ -54,10 +56,10 @@ def handed_over(device: str, directory: Path) -> dict[str, Any]:
     weights = {f"w{index}": made(index, shape, device) for index, shape in enumerate(shapes(device))}
     engine = {name: torch.empty_like(tensor, dtype=torch.bfloat16) for name, tensor in weights.items()}
     seconds: dict[str, list[float]] = {name: [] for name in ("publish", "digest", "receive", "whole")}
-    held: HeldWeights | None = None
+    held: PublishedWeights | None = None
     for version in range(1, REPEATS + 1):
         times = [synchronized(device)]
-        held = HeldWeights(version, weights, dtype=torch.bfloat16)
+        held = PublishedWeights(version, weights, dtype=torch.bfloat16)
         times.append(synchronized(device))
         num_bytes = held.holding.num_bytes  # the manifest, with a checksum of each piece
         times.append(synchronized(device))
@@ -80,7 +82,8 @@ def handed_over(device: str, directory: Path) -> dict[str, Any]:
 def shared(weights: Mapping[str, Tensor]) -> list[float]:
     """Seconds in which another process maps the GPU's memory of these weights, and copies them there."""
     context = get_context("spawn")
-    sent, answers = context.SimpleQueue(), context.SimpleQueue()
+    sent = context.SimpleQueue()
+    answers = context.SimpleQueue()
     process = context.Process(target=_copy, args=(sent, answers))
     process.start()
     answers.get()  # it is ready

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.gpu.workload import SPEED, Scale, check, job_of, make_model, prompts_of, rows_of, synchronized
 from rolemesh.config import JobConfig
-from rolemesh.planner.devices import GPUS
+from rolemesh.planner.device_specs import GPUS
 from rolemesh.planner.memory import Memory, role_memory, role_shapes
 from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
 from rolemesh.services.critic.worker import CriticWorker
@@ -32,11 +32,13 @@ def parking(device: str, directory: Path) -> dict[str, Any]:
     """
     scale = SPEED[device]
     job = job_of(directory, make_model(directory / "model", scale), scale, device)
-    rows, figures = rows_of(scale, uneven=False), {}
+    rows = rows_of(scale, uneven=False)
+    figures = {}
     for role in ("actor", "critic", "reference"):
         worker: Any = ROLES[role](job)
         memory = planned(job, role)
-        state, is_frozen = memory.weights + memory.optimizer, role == "reference"
+        state = memory.weights + memory.optimizer
+        is_frozen = role == "reference"
         forward = worker.compute_values if role == "critic" else worker.compute_log_probs
         use = forward if is_frozen else worker.update
         asyncio.run(use(rows))
@@ -128,7 +130,8 @@ def peaks(device: str, directory: Path) -> dict[str, Any]:
 
 async def _judges_alike(job: JobConfig, scale: Scale) -> bool:
     """Whether actor and reference compute the same bits before the first update, as their KL of 0 needs."""
-    rows, found = rows_of(scale, uneven=True), []
+    rows = rows_of(scale, uneven=True)
+    found = []
     for role in ("actor", "reference"):
         worker: Any = ROLES[role](job)
         found.append(next(iter((await worker.compute_log_probs(rows)).tensors.values())))
@@ -145,7 +148,8 @@ async def _at_work(role: str, job: JobConfig, scale: Scale, device: str) -> tupl
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     worker: Any = ROLES[role](job)
-    rows, norm = rows_of(scale, uneven=False), 0.0
+    rows = rows_of(scale, uneven=False)
+    norm = 0.0
     if role in ("actor", "critic"):
         for _ in range(2):  # the second update finds moments
             norm = (await worker.update(rows))[f"{role}/grad_norm"]

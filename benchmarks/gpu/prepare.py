@@ -25,7 +25,8 @@ from typing import Any
 from zipfile import ZipFile
 
 ROOT = Path(__file__).parents[2]
-BUNDLE, SITE = ROOT / "build" / "gpu-bundle", ROOT / "outputs" / "gpu" / "site"
+BUNDLE = ROOT / "build" / "gpu-bundle"
+SITE = ROOT / "outputs" / "gpu" / "site"
 TORCH = (2, 11)
 # Packages that the tests with the mark gpu need in addition to the project's requirements.
 OF_TESTS = ("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis")
@@ -164,7 +165,8 @@ def lacking() -> dict[str, Any]:
         if name in seen or (wanted.marker and not wanted.marker.evaluate({"extra": ""})):
             continue
         seen.add(name)
-        here, found = _installed(name), wheels.get(name)
+        here = _installed(name)
+        found = wheels.get(name)
         if here and wanted.specifier.contains(here.version, prereleases=True):
             needs = here.requires or []
         elif name == "torch":

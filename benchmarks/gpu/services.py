@@ -12,15 +12,15 @@ from typing import Any
 from xml.etree import ElementTree
 
 from benchmarks.gpu.workload import ROOT, Scale, Skipped, check, job_of
-from rolemesh.data.arithmetic import write_arithmetic
 from rolemesh.models.tiny import make_tiny_model
+from rolemesh.services.command_line.arithmetic import write_arithmetic
 
 STEPS = 3
 ADDITIONS = Scale(64, 2, 259, 32, 32, 12, 8)
 TESTS = (
     "tests/models/test_packing.py",
     "tests/models/test_probe.py",
-    "tests/workers/test_parking.py",
+    "tests/workers/test_offloading.py",
     "tests/weights/test_weights.py",
     "tests/dataproto/test_transfer.py",
     "tests/processes/test_broken_devices.py",

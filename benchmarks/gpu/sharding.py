@@ -19,15 +19,15 @@ from rolemesh.algos.aggregation import BatchCounts
 from rolemesh.config.model import FsdpConfig, ModelConfig, OptimConfig, TrainedModelConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.models.loading import load_causal_lm, named_weights
-from rolemesh.models.packed.probe import remove_padding
+from rolemesh.models.packed.load_probe import remove_padding
 from rolemesh.models.sequence import token_stats
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.rendezvous import Rendezvous, local_store, own_gpu
 from rolemesh.ranks.sharding import Root, shard, whole
 from rolemesh.ranks.ulysses import Ulysses, exchanged
-from rolemesh.training.loop import checkpoint_activations
 from rolemesh.training.optimizer import Optimizer
-from rolemesh.weights.held import HeldWeights
+from rolemesh.training.update_loop import checkpoint_activations
+from rolemesh.weights.published import PublishedWeights
 from rolemesh.wire.allocator import tune
 
 STEPS = 3
@@ -52,7 +52,8 @@ def sharded(device: str, directory: Path) -> dict[str, Any]:
     """
     make_model(directory / "model", CORRECT[device])
     size = 2 if device == "cpu" else min(2, torch.cuda.device_count())
-    store, answers = local_store(size), PROCESSES.Queue()
+    store = local_store(size)
+    answers = PROCESSES.Queue()
     ranks = [
         PROCESSES.Process(target=_rank, args=(rank, size, store.port, device, directory, answers))
         for rank in range(size)
@@ -148,7 +149,7 @@ def _trained(
         norms.append(optimizer.step())
     memory = {"allocated_bytes": torch.cuda.memory_allocated() - base} if device == "cuda" else {}
     weights = named_weights(root.model)
-    held = HeldWeights(1, weights, ranks=ranks if config else None)
+    held = PublishedWeights(1, weights, ranks=ranks if config else None)
     gathered = {name: whole(tensor).detach().cpu().clone() for name, tensor in weights.items()}
     if ranks.rank == 0:
         _check_published(held, gathered)
@@ -163,7 +164,7 @@ def _backward(root: Root, rows: DataProto, counts: BatchCounts, dtype: str, devi
     torch.autograd.backward(loss)
 
 
-def _check_published(held: HeldWeights, gathered: dict[str, Tensor]) -> None:
+def _check_published(held: PublishedWeights, gathered: dict[str, Tensor]) -> None:
     published = held.holding.tensors()
     for name, tensor in gathered.items():
         check(torch.equal(published[name], tensor), f"{name} was not published as it is")

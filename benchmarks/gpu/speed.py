@@ -20,7 +20,7 @@ from rolemesh.ranks.sharding import memory_of
 from rolemesh.services.actor.worker import ActorWorker
 from rolemesh.services.rollout.worker import RolloutWorker
 from rolemesh.training.usage import update_flops
-from rolemesh.weights.held import HeldWeights
+from rolemesh.weights.published import PublishedWeights
 from rolemesh.weights.region import WeightRegion
 from rolemesh.weights.staging import BUFFER_BYTES
 
@@ -43,7 +43,8 @@ def update(device: str, directory: Path) -> dict[str, Any]:
     rows["input_ids"] = torch.randint(
         200, rows["input_ids"].shape, generator=torch.Generator().manual_seed(1)
     )  # no two rows begin alike
-    actor, plain = ActorWorker(job), PlainUpdate(model, scale, device)
+    actor = ActorWorker(job)
+    plain = PlainUpdate(model, scale, device)
     rows["old_log_probs"] = asyncio.run(actor.compute_log_probs(rows))[
         "old_log_probs"
     ]  # so that no ratio is clipped at the first step
@@ -65,7 +66,8 @@ def update(device: str, directory: Path) -> dict[str, Any]:
     )
     seconds = {name: values[2:] for name, values in seconds.items()}  # the first two warm up
     tokens = rows["input_ids"].numel()
-    flops, ceiling = update_flops(job_shape := role_shapes(job)["actor"], rows), matrix_rate(device)
+    flops = update_flops(job_shape := role_shapes(job)["actor"], rows)
+    ceiling = matrix_rate(device)
     rates = {name: tokens / statistics.median(values) for name, values in seconds.items()}
     achieved = {name: flops / statistics.median(values) for name, values in seconds.items()}
     ratios = [ours / theirs for ours, theirs in zip(*seconds.values(), strict=True)]
@@ -94,17 +96,20 @@ class PlainUpdate:
         )
         self._model.to(device)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-5, weight_decay=0.01, fused=True)
-        self._scale, self._device = scale, device
+        self._scale = scale
+        self._device = device
 
     def step(self, batch: DataProto) -> float:
         """Make one optimizer step; return the gradient's norm."""
-        scale, total = self._scale, int(batch["response_mask"].sum())
+        scale = self._scale
+        total = int(batch["response_mask"].sum())
         for first in range(0, scale.rows, scale.micro):
             rows = batch[first : first + scale.micro].to(torch.device(self._device))
             with torch.autocast(self._device, torch.bfloat16, enabled=self._device == "cuda"):
                 new = self._log_probs(rows["input_ids"])
             ratio = (new - rows["old_log_probs"]).exp()
-            advantages, mask = rows["advantages"], rows["response_mask"]
+            advantages = rows["advantages"]
+            mask = rows["response_mask"]
             losses = torch.maximum(-ratio * advantages, -ratio.clamp(0.8, 1.2) * advantages)
             torch.autograd.backward((losses * mask).sum() / total)
         norm = float(nn.utils.clip_grad_norm_(self._model.parameters(), 1.0))
@@ -138,8 +143,10 @@ def handover(device: str, directory: Path) -> dict[str, Any]:
     """
     scale = SPEED[device]
     job = job_of(directory, make_model(directory / "model", scale), scale, device)
-    actor, rollout = ActorWorker(job), RolloutWorker(job)
-    num_bytes, seconds = 0, {"publish": [0.0], "hash": [0.0], "receive": [0.0]}
+    actor = ActorWorker(job)
+    rollout = RolloutWorker(job)
+    num_bytes = 0
+    seconds = {"publish": [0.0], "hash": [0.0], "receive": [0.0]}
 
     async def one(version: int) -> None:
         nonlocal num_bytes
@@ -178,12 +185,13 @@ def copy_rates(weights: dict[str, Tensor], device: str) -> dict[str, float]:
     """Return GB/s of a bfloat16 version, the best of some turns.
 
     `pageable` casts and copies each tensor to new host memory; `pinned` casts and copies all to one pinned
-    buffer; `write` writes the pages of a region by one thread; `publish` is HeldWeights, which does the last
-    two at the same time, with several threads.
+    buffer; `write` writes the pages of a region by one thread; `publish` is PublishedWeights, which does the
+    last two at the same time, with several threads.
     """
     num_bytes = sum(2 * tensor.numel() for tensor in weights.values())
     buffer = torch.empty(BUFFER_BYTES // 2, dtype=torch.bfloat16, pin_memory=device == "cuda")
-    data, seconds = memory_of(buffer), dict[str, list[float]]()
+    data = memory_of(buffer)
+    seconds = dict[str, list[float]]()
 
     def pinned() -> None:
         for tensor in weights.values():
@@ -201,7 +209,7 @@ def copy_rates(weights: dict[str, Tensor], device: str) -> dict[str, float]:
         "pageable": lambda: [tensor.bfloat16().cpu() for tensor in weights.values()],
         "pinned": pinned,
         "write": write,
-        "publish": lambda: HeldWeights(1, weights, dtype=torch.bfloat16),
+        "publish": lambda: PublishedWeights(1, weights, dtype=torch.bfloat16),
     }
     for _ in range(REPEATS):
         for name, turn in turns.items():

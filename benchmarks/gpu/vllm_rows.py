@@ -30,9 +30,11 @@ from rolemesh.services.actor.worker import ActorWorker
 from rolemesh.services.rollout.engines import load_engine
 from rolemesh.services.rollout.engines.sampling import log_distribution
 from rolemesh.services.rollout.engines.vllm.engine import VllmEngine
-from rolemesh.weights.held import HeldWeights
+from rolemesh.weights.published import PublishedWeights
 
-ROWS, P, T = 32, 16, 48
+ROWS = 32
+P = 16
+T = 48
 PLAIN = SamplingConfig()
 KEPT = {"top_k": 20, "top_p": 0.9, "temperature": 0.8}
 SMALL = {
@@ -255,7 +257,7 @@ async def updated(job: JobConfig) -> dict[str, Any]:
     figures: dict[str, Any] = {"seconds": [], "differing": [], "log_probs": {}}
     for version in range(1, UPDATES + 1):
         weights = change(model, version)
-        held = await HeldWeights(version, weights, dtype=dtype).fetch()
+        held = await PublishedWeights(version, weights, dtype=dtype).fetch()
         began = time.perf_counter()
         await engine.load_weights(version, held)
         figures["seconds"].append(time.perf_counter() - began)
@@ -281,13 +283,15 @@ async def swapped(
     engine: VllmEngine, model: Any, dtype: torch.dtype, log_probs: dict[str, float]
 ) -> dict[str, Any]:
     """Load a version while 400 rows are generated. Each token must be of the version that it names."""
-    prompts, before = prompts_of(400), UPDATES
+    prompts = prompts_of(400)
+    before = UPDATES
     expected = {}
-    answers, seconds = [], 0.0
+    answers = []
+    seconds = 0.0
     async with aclosing(engine.generate(prompts, PLAIN)) as stream:
         answers.append(await anext(stream))
         old = {name: weight.detach().clone() for name, weight in named_weights(model).items()}
-        held = await HeldWeights(before + 1, change(model, before + 1), dtype=dtype).fetch()
+        held = await PublishedWeights(before + 1, change(model, before + 1), dtype=dtype).fetch()
         new = {name: weight.detach().clone() for name, weight in named_weights(model).items()}
         began = time.perf_counter()
         swap = asyncio.create_task(engine.load_weights(before + 1, held))
@@ -295,7 +299,9 @@ async def swapped(
         await swap
         seconds = time.perf_counter() - began
     answer = DataProto.concat(answers)
-    prompts, versions, mask = prompts[answer["row"]], answer["weight_versions"], answer["response_mask"]
+    prompts = prompts[answer["row"]]
+    versions = answer["weight_versions"]
+    mask = answer["response_mask"]
     own = named_weights(model)
     for version, weights in ((before, old), (before + 1, new)):
         with torch.no_grad():

@@ -26,10 +26,11 @@ from rolemesh.config import JobConfig
 from rolemesh.models.loading import named_weights
 from rolemesh.services.rollout.engines import load_engine
 from rolemesh.services.rollout.engines.vllm.engine import VllmEngine
-from rolemesh.weights.held import HeldWeights
+from rolemesh.weights.published import PublishedWeights
 
 SHARES = (0.5, 0.9)
-ASLEEP_BYTES, WAKE_S = 2 * 2**30, 2.0
+ASLEEP_BYTES = 2 * 2**30
+WAKE_S = 2.0
 
 
 def sleep(device: str, directory: Path) -> dict[str, Any]:
@@ -73,7 +74,7 @@ async def slept(job: JobConfig, path: Path, figures: dict[str, Any], kept: Calla
     figures["awake_bytes"] = memory_used(job) - used
     dtype = getattr(torch, job.rollout.dtype)
     weights = named_weights(AutoModelForCausalLM.from_pretrained(path, dtype=dtype))
-    version = await HeldWeights(1, weights, dtype=dtype).fetch()
+    version = await PublishedWeights(1, weights, dtype=dtype).fetch()
 
     async def measured(then: Callable[[], Any]) -> dict[str, Any]:
         began = time.perf_counter()

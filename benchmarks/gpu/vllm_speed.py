@@ -18,10 +18,11 @@ from benchmarks.gpu.workload import DTYPES, Missed, check, keep
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
-from rolemesh.services.rollout.engines.vllm.arguments import prepare_environment
+from rolemesh.services.rollout.engines.vllm.engine_args import prepare_environment
 from rolemesh.services.rollout.worker import RolloutWorker
 
-P, T = 32, 256
+P = 32
+T = 256
 ROWS = {"cuda": (256, 1024), "cpu": (4, 8)}
 ROUNDS = 3
 WANTED = 0.9  # of vLLM's own tokens per second

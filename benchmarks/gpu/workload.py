@@ -98,7 +98,8 @@ def rows_of(scale: Scale, *, uneven: bool, seed: int = 0) -> DataProto:
     width = scale.prompt + scale.response
     prompts = torch.randint(200, (scale.rows // 2, scale.prompt), generator=generator).repeat_interleave(2, 0)
     responses = torch.randint(200, (scale.rows, scale.response), generator=generator)
-    begins, ends = torch.zeros(scale.rows), torch.full((scale.rows,), float(width))
+    begins = torch.zeros(scale.rows)
+    ends = torch.full((scale.rows,), float(width))
     if uneven:
         begins = torch.randint(scale.prompt, (scale.rows // 2,), generator=generator).repeat_interleave(2)
         ends = scale.prompt + torch.randint(1, scale.response + 1, (scale.rows,), generator=generator)

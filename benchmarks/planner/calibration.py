@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rolemesh.planner.devices import Device
+from rolemesh.planner.device_specs import Device
 
 TRIALS = 5
 BLOCKS = 4  # of the model whose blocks are too small to compute anything
@@ -21,7 +21,7 @@ def calibrated(device: Device, *, hidden: int = 256) -> Device:
     """The CPU with the rates that one thread reaches.
 
     Args:
-        device: rolemesh.planner.devices.cpu(...).
+        device: rolemesh.planner.device_specs.cpu(...).
         hidden: width of the matrices; of the order of the model's, since small ones reach less.
     """
     tokens = torch.randn(1024, hidden)

@@ -31,15 +31,15 @@ from benchmarks.planner.calibration import calibrated
 from benchmarks.steps import stepper
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
-from rolemesh.data.arithmetic import write_arithmetic
 from rolemesh.dataproto import DataProto
 from rolemesh.models.tiny import byte_tokenizer
-from rolemesh.planner.devices import available_memory, cpu, human_size
+from rolemesh.planner.device_specs import available_memory, cpu, human_size
 from rolemesh.planner.memory import role_memory, role_shapes
 from rolemesh.planner.plan import Cluster, Planner
 from rolemesh.planner.search import as_grouping
 from rolemesh.roles import Roles
 from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
+from rolemesh.services.command_line.arithmetic import write_arithmetic
 from rolemesh.services.critic.worker import CriticWorker
 from rolemesh.services.reward.worker import RewardWorker
 from rolemesh.services.rollout.worker import RolloutWorker
@@ -154,7 +154,9 @@ def _prompts(job: JobConfig) -> DataProto:
 
 
 def _experience(job: JobConfig) -> DataProto:
-    rows, prompt, response = job.data.train_batch_size, job.data.max_prompt_length, job.data.max_response_length
+    rows = job.data.train_batch_size
+    prompt = job.data.max_prompt_length
+    response = job.data.max_response_length
     width = prompt + response
     columns = {
         "input_ids": torch.randint(256, (rows, width)),

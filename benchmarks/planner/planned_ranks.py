@@ -32,21 +32,20 @@ from benchmarks.planner.plan import RESULTS, _experience, _status, make_model, m
 from rolemesh.config import JobConfig
 from rolemesh.config.base import merge
 from rolemesh.config.job import make_job
-from rolemesh.data.arithmetic import write_arithmetic
 from rolemesh.planner.cost import role_parts
-from rolemesh.planner.devices import available_memory, cpu, human_size
+from rolemesh.planner.device_specs import available_memory, cpu, human_size
 from rolemesh.planner.memory import role_memory, role_shapes
-from rolemesh.ranks.following import follow
-from rolemesh.ranks.leading import Leader
+from rolemesh.ranks.follower import follow
+from rolemesh.ranks.leader import Leader
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.rendezvous import Rendezvous, local_store
 from rolemesh.services.actor.worker import ActorWorker
+from rolemesh.services.command_line.arithmetic import write_arithmetic
 from rolemesh.services.critic.worker import CriticWorker
-from rolemesh.services.processes.launchers import LOOPBACK, rank_environment
-from rolemesh.services.processes.launchers import Seat as RankSeat
+from rolemesh.services.processes.launchers import LOOPBACK, RankSlot, rank_environment
 from rolemesh.wire.allocator import give_back_free_memory
 from rolemesh.workers.commands import command_of
-from rolemesh.workers.seat import ComputingThread, Seat
+from rolemesh.workers.worker_context import ComputingThread, WorkerContext
 
 PROCESSES = multiprocessing.get_context("spawn")
 
@@ -87,7 +86,8 @@ def measure(directory: Path, updates: int) -> list[dict[str, Any]]:
 def _on_ranks(size: int, job: JobConfig, role: str, updates: int) -> list[dict[str, float]]:
     """What each rank tells: peak bytes beyond what the process had, CPU seconds of an update, and of gloo."""
     stores = [local_store(size) for _ in range(2)]  # one for each time that a leader starts
-    ends, processes = [], []
+    ends = []
+    processes = []
     for rank in range(size):
         here, there = PROCESSES.Pipe()
         arguments = (there, rank, size, [store.port for store in stores], job, role, updates)
@@ -107,7 +107,7 @@ def _rank(
 ) -> None:
     torch.set_num_threads(1)
     ranks = Ranks.alone()
-    here = RankSeat(rank, size)
+    here = RankSlot(rank, size)
     given = [rank_environment(rank, size, here, LOOPBACK, port) for port in ports]
     first, second = map(Rendezvous.of, given)
     if size > 1:
@@ -128,8 +128,8 @@ def _rank(
 def _worked(job: JobConfig, role: str, ranks: Ranks, rendezvous: Rendezvous, updates: int) -> list[float]:
     """CPU seconds of this rank's updates."""
     thread = ComputingThread(role)
-    seat = Seat(thread, ranks=ranks)
-    worker: Any = thread.submit(ActorWorker if role == "actor" else CriticWorker, job, seat).result()
+    worker_context = WorkerContext(thread, ranks=ranks)
+    worker: Any = thread.submit(ActorWorker if role == "actor" else CriticWorker, job, worker_context).result()
     seconds: list[float] = []
 
     async def lead() -> None:
@@ -137,7 +137,7 @@ def _worked(job: JobConfig, role: str, ranks: Ranks, rendezvous: Rendezvous, upd
         if leader:
             await leader.start()
             await leader.gather()
-            object.__setattr__(seat, "orders", leader.orders(role))
+            object.__setattr__(worker_context, "executor", leader.executor(role))
         held = await worker.publish_weights(1) if role == "actor" else None
         for _ in range(updates + 1):
             began = time.process_time()
@@ -173,7 +173,8 @@ def _link(ranks: Ranks) -> dict[str, float]:
             seconds.append((time.process_time() - began) / repeats)
         return min(seconds)
 
-    latency, large = gathered(64, 200), 2**24
+    latency = gathered(64, 200)
+    large = 2**24
     moving = max(1e-6, gathered(large, 10) - latency)
     return {"latency": latency / (ranks.size - 1), "bandwidth": large * (ranks.size - 1) / ranks.size / moving}
 

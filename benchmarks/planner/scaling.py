@@ -19,7 +19,7 @@ from rich.table import Table
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
 from rolemesh.planner.cost import elapsed, role_parts
-from rolemesh.planner.devices import GPUS, Device, human_size
+from rolemesh.planner.device_specs import GPUS, Device, human_size
 from rolemesh.planner.memory import role_memory
 from rolemesh.planner.shapes import ModelShape
 
@@ -125,7 +125,9 @@ def show_many(cases: list[dict[str, Any]]) -> None:
     for case in cases:
         size = human_size(sum(case["memory"].values()))
         table.add_row(
-            *(case["model"], str(case["ranks"]), case["spread"]),
+            case["model"],
+            str(case["ranks"]),
+            case["spread"],
             size if case["fits"] else f"[red]{size}[/]",
             *(f"{case['parts'][part]:.1f}" for part in PARTS),
             f"{case['seconds']:.1f}",

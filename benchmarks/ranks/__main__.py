@@ -25,7 +25,9 @@ from benchmarks.ranks.orders import measure
 from rolemesh.models.tiny import make_tiny_model
 
 RESULTS = Path(__file__).parents[1] / "results" / "ranks.json"
-ROWS, MICRO, LENGTHS = 32, 4, (32, 96)
+ROWS = 32
+MICRO = 4
+LENGTHS = (32, 96)
 UPDATED = {"hidden_size": 128, "num_layers": 4, "num_heads": 4}
 PUBLISHED = {"hidden_size": 1024, "num_layers": 4, "num_heads": 8}  # 253 MiB
 
@@ -51,7 +53,9 @@ def updates(directory: Path, rounds: int) -> dict[str, Any]:
                 if number:  # the first turn warms up
                     seconds[name].append(figures["seconds"])
                     cpu[name].append(figures["cpu"])
-            figures, commands, sent = two("learn"), two("commands"), two("rows")
+            figures = two("learn")
+            commands = two("commands")
+            sent = two("rows")
             one("update")  # both have made as many steps
             if number:
                 parts.append(parts_of(figures["ranks"], commands["seconds"], sent["seconds"]))

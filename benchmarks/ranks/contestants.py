@@ -26,16 +26,16 @@ from benchmarks.ranks.verl import PaddedMeans
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
-from rolemesh.ranks.following import follow
-from rolemesh.ranks.leading import Leader
+from rolemesh.ranks.follower import follow
+from rolemesh.ranks.leader import Leader
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.rendezvous import Rendezvous, local_store
 from rolemesh.services.actor.worker import ActorWorker
-from rolemesh.weights.holder import Holder
 from rolemesh.weights.region import WeightRegion
+from rolemesh.weights.stripe_server import StripeServer
 from rolemesh.wire.allocator import tune
-from rolemesh.workers.commands import Deal, command, command_of
-from rolemesh.workers.seat import ComputingThread, Seat
+from rolemesh.workers.commands import ShardedBatch, command_of, on_all_ranks
+from rolemesh.workers.worker_context import ComputingThread, WorkerContext
 
 PROCESSES = multiprocessing.get_context("spawn")
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
@@ -85,55 +85,57 @@ def uneven_rows(rows: int, lengths: tuple[int, int], seed: int = 0) -> DataProto
 class Actor(ActorWorker):
     """The actor, with commands that a benchmark asks for."""
 
-    def __init__(self, job: JobConfig, seat: Seat, rows: DataProto) -> None:
-        super().__init__(job, seat)
+    def __init__(self, job: JobConfig, worker_context: WorkerContext, rows: DataProto) -> None:
+        super().__init__(job, worker_context)
         self.rows = rows
-        self.waited = _timed_collectives() if seat.ranks.mesh else [0.0]
+        self.waited = _timed_collectives() if worker_context.ranks.mesh else [0.0]
         self._plain: PaddedMeans | None = None
 
-    @command
+    @on_all_ranks
     def nothing(self, part: DataProto) -> DataProto:
         return DataProto()
 
-    @command
+    @on_all_ranks
     def timed_learn(self, part: DataProto) -> DataProto:
         """`learn`; and the seconds of it, of its collectives, and of the processor."""
-        self.waited[0], began, cpu = 0.0, time.perf_counter(), time.process_time()
+        self.waited[0] = 0.0
+        began = time.perf_counter()
+        cpu = time.process_time()
         answer = type(self).learn.__wrapped__(self, part)  # type: ignore[attr-defined]
         seconds = time.perf_counter() - began
         figures = {"learn": seconds, "collectives": self.waited[0], "cpu": time.process_time() - cpu}
         return DataProto(meta_info=figures | {"grad_norm": answer.meta_info["grad_norm"]})
 
-    @command
+    @on_all_ranks
     def plain(self, part: DataProto) -> DataProto:
         """An update by verl's scheme."""
         if self._plain is None:
-            assert self.seat.ranks.mesh is not None
+            assert self.worker_context.ranks.mesh is not None
             path = Path(self.config.path)
             micro_batch = self.job.actor.ppo_micro_batch_size_per_gpu
-            self._plain = PaddedMeans(path, self.seat.ranks.mesh, micro_batch, LR)
+            self._plain = PaddedMeans(path, self.worker_context.ranks.mesh, micro_batch, LR)
         return DataProto(meta_info={"grad_norm": self._plain.update(part)})
 
     def turn_of(self, name: str) -> dict[str, Any]:
         """Take a turn on the worker's thread, on rank 0."""
         counts = self._counts()
-        dealt = Deal.of(self.rows, self._micro_batches, self.seat.ranks, mini_batch=counts)
+        sharded = ShardedBatch.of(self.rows, self._micro_batches, self.worker_context.ranks, mini_batch=counts)
         began = time.perf_counter()
         if name == "verl":
-            [figures, *_] = self.plain(list(self.rows.split(len(self.rows) // self.seat.ranks.size)))
+            [figures, *_] = self.plain(list(self.rows.split(len(self.rows) // self.worker_context.ranks.size)))
             return {"seconds": time.perf_counter() - began, "grad_norm": figures.meta_info["grad_norm"]}
         if name == "commands":
             return {"seconds": _median(lambda: self.nothing(self._parts()), 100)}
         if name == "rows":
-            return {"seconds": _median(lambda: self.nothing(dealt.parts), 20)}
-        answers = self.timed_learn(dealt.parts)
+            return {"seconds": _median(lambda: self.nothing(sharded.parts), 20)}
+        answers = self.timed_learn(sharded.parts)
         return {"seconds": time.perf_counter() - began, "ranks": [answer.meta_info for answer in answers]}
 
     def _counts(self) -> list[int]:
         mask = self.rows["response_mask"]
         return [int(mask.sum()), *mask.shape]
 
-    @command
+    @on_all_ranks
     def spent(self, part: DataProto) -> DataProto:
         """Processor seconds of this rank's process until now."""
         return DataProto(meta_info={"cpu": time.process_time()})
@@ -176,7 +178,8 @@ def _median(call: Callable[[], Any], number: int) -> float:
 
 def _timed_collectives() -> list[float]:
     """From here on, add the seconds that this process spends in collectives to the list's only number."""
-    waited, depth = [0.0], [0]
+    waited = [0.0]
+    depth = [0]
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -210,7 +213,8 @@ def actor_of(
     """
     here, there = PROCESSES.Pipe()
     store = local_store(size)
-    text, columns = job.to_yaml(), dict(rows.tensors)
+    text = job.to_yaml()
+    columns = dict(rows.tensors)
     processes = [
         PROCESSES.Process(
             target=_main,
@@ -244,31 +248,34 @@ def _main(
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if on_machines:
         WeightRegion.open_to_fill = lambda shared, num_bytes: None  # type: ignore[method-assign]
-    job, rows = make_job(yaml.safe_load(text)), DataProto(columns)
+    job = make_job(yaml.safe_load(text))
+    rows = DataProto(columns)
     thread = ComputingThread("actor")
     rendezvous = Rendezvous(rank, size, "127.0.0.1", port, "0")
     rendezvous.join()
     ranks = Ranks.of_process("cpu")
-    seat = Seat(thread, ranks=ranks)
-    worker: Actor = thread.submit(Actor, job, seat, rows).result()
+    worker_context = WorkerContext(thread, ranks=ranks)
+    worker: Actor = thread.submit(Actor, job, worker_context, rows).result()
     if rank:
-        asyncio.run(_follow(worker, seat, rendezvous))
+        asyncio.run(_follow(worker, worker_context, rendezvous))
     else:
-        asyncio.run(_take_turns(worker, seat, rendezvous, pipe))
+        asyncio.run(_take_turns(worker, worker_context, rendezvous, pipe))
 
 
-async def _follow(worker: Actor, seat: Seat, rendezvous: Rendezvous) -> None:
-    holder = Holder(rendezvous, "127.0.0.1:0", asyncio.get_running_loop())
-    worker.seat = replace(seat, holder=holder)
-    await follow(["actor"], rendezvous, {"actor": seat.thread}, lambda role, name: command_of(worker, name))
+async def _follow(worker: Actor, worker_context: WorkerContext, rendezvous: Rendezvous) -> None:
+    stripe_server = StripeServer(rendezvous, "127.0.0.1:0", asyncio.get_running_loop())
+    worker.worker_context = replace(worker_context, stripe_server=stripe_server)
+    await follow(
+        ["actor"], rendezvous, {"actor": worker_context.thread}, lambda role, name: command_of(worker, name)
+    )
 
 
-async def _take_turns(worker: Actor, seat: Seat, rendezvous: Rendezvous, pipe: Any) -> None:
+async def _take_turns(worker: Actor, worker_context: WorkerContext, rendezvous: Rendezvous, pipe: Any) -> None:
     if rendezvous.size > 1:
         leader = Leader(["actor"], rendezvous)
         await leader.start()
         await leader.gather()
-        worker.seat = replace(seat, orders=leader.orders("actor"))
+        worker.worker_context = replace(worker_context, executor=leader.executor("actor"))
     pipe.send("ready")
     while True:
         name, version = await asyncio.to_thread(pipe.recv)

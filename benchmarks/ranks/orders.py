@@ -17,8 +17,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from rolemesh import threads
 from rolemesh.dataproto import DataProto
-from rolemesh.ranks.following import follow
-from rolemesh.ranks.leading import Leader
+from rolemesh.ranks.follower import follow
+from rolemesh.ranks.leader import Leader
 from rolemesh.ranks.rendezvous import Rendezvous, local_store
 
 GATHER_S = 120.0
@@ -69,20 +69,21 @@ async def p50(call: Callable[[], Awaitable[Any]], number: int) -> float:
     return statistics.median(seconds)
 
 
-async def orders(size: int, number: int) -> float:
+async def round_trip(size: int, number: int) -> float:
     """Median seconds of an empty command to `size` ranks, from the event loop to all answers and back."""
     store = local_store(size)
     ranks = [Rendezvous(rank, size, "127.0.0.1", store.port, "0") for rank in range(size)]
     leader = Leader(["actor"], ranks[0])
     await leader.start()
-    thread, give = ThreadPoolExecutor(1), leader.orders("actor").give
+    thread = ThreadPoolExecutor(1)
+    run = leader.executor("actor").run
     with ExitStack() as followers:
         for rank in ranks[1:]:
             followers.enter_context(process(follower, rank))
         async with asyncio.timeout(GATHER_S):
             await leader.gather()
         parts = [DataProto()] * size
-        seconds = await p50(partial(threads.run_on, thread, give, "nothing", nothing, parts), number)
+        seconds = await p50(partial(threads.run_on, thread, run, "nothing", nothing, parts), number)
         await leader.close()
     return seconds
 
@@ -103,5 +104,5 @@ async def measure(number: int, rounds: int) -> dict[str, float]:
     for _ in range(rounds):
         seconds.setdefault("one gRPC call", []).append(await calls(number))
         for size in (2, 3):
-            seconds.setdefault(f"an empty command to {size} ranks", []).append(await orders(size, number))
+            seconds.setdefault(f"an empty command to {size} ranks", []).append(await round_trip(size, number))
     return {name: 1000 * min(values) for name, values in seconds.items()}

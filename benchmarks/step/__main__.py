@@ -32,7 +32,11 @@ from benchmarks.step.workload import write_workload
 
 RESULTS = ROOT / "benchmarks" / "results"
 HERE = "benchmarks.step"
-OURS, NO_PASS, SERVED, PLAIN, TRL = "ours", "ours, bypass_mode", "ours, five processes", "by hand", "TRL"
+OURS = "ours"
+NO_PASS = "ours, bypass_mode"
+SERVED = "ours, five processes"
+PLAIN = "by hand"
+TRL = "TRL"
 BYPASS = "algorithm.rollout_correction.bypass_mode=true"
 PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "update_critic", "update_actor", "update_weights")
 WARM_UP = 2  # steps
@@ -52,7 +56,8 @@ async def compete(fill: str, algorithm: str, rounds: int, with_trl: bool) -> dic
     if with_trl:
         lines[TRL] = (interpreter(algorithm), [f"{HERE}.with_trl", workload, algorithm])
     async with AsyncExitStack() as stack:
-        contestants, threads = [], set()
+        contestants = []
+        threads = set()
         for name, (python, arguments) in lines.items():
             contestant = await Contestant.start(name, python, arguments)
             stack.push_async_callback(contestant.end)
@@ -117,7 +122,8 @@ def aims(result: dict[str, Any]) -> list[tuple[str, float, str]]:
             aim = "< 1" if "full" in case else "≤ 0.6"
             rows.append((f"{case}: ours over TRL", ratio(of[OURS], of[TRL]), aim))
             rows.append((f"{case}: ours in bypass_mode over TRL", ratio(of[NO_PASS], of[TRL]), aim))
-    training, memory = result["training"], result["memory"]
+    training = result["training"]
+    memory = result["memory"]
     packed, padded = ({"seconds": training["seconds"][name]} for name in ("packed", "padded"))
     rows.append((f"padded over packed training, {training['fill']:.0%} filled", ratio(padded, packed), "≥ 1.8"))
     peak = statistics.median(memory["peak_bytes"]) / memory["chunk_bytes"]
@@ -139,10 +145,15 @@ def show(result: dict[str, Any]) -> None:
             if found["phases"]:
                 known = (found["phases"].get(phase) for phase in PHASES)
                 phases.add_row(case, name, *("" if s is None else f"{s:.2f}" for s in known))
-            seconds, cpu = found["seconds"], found.get("cpu_seconds")
+            seconds = found["seconds"]
+            cpu = found.get("cpu_seconds")
             steps.add_row(
-                *(case, name, f"{min(seconds):.2f}", f"{statistics.median(seconds):.2f}"),
-                *(f"{min(cpu):.2f}" if cpu else "", f"{found['response_tokens_per_second']:,.0f}"),
+                case,
+                name,
+                f"{min(seconds):.2f}",
+                f"{statistics.median(seconds):.2f}",
+                f"{min(cpu):.2f}" if cpu else "",
+                f"{found['response_tokens_per_second']:,.0f}",
                 f"{found['fill']:.0%}",
             )
             case = ""

@@ -68,5 +68,6 @@ class Computing:
 
     def take(self) -> dict[str, float]:
         """`computing_s` since the last call."""
-        seconds, self._seconds = self._seconds, 0.0
+        seconds = self._seconds
+        self._seconds = 0.0
         return {"computing_s": seconds}

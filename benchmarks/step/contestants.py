@@ -31,7 +31,9 @@ class Contestant:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as output:
             process = await asyncio.create_subprocess_exec(
-                *(python, "-m", *arguments),
+                python,
+                "-m",
+                *arguments,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=output,
@@ -77,7 +79,8 @@ def interpreter(name: str) -> str:
     """The interpreter of an environment with what trl-NAME.txt says, made where it is not there as it says."""
     wanted = Path(__file__).with_name(f"trl-{name}.txt").read_text()
     directory = CACHE / f"trl-{name}"
-    python, made = directory / "bin" / "python", directory / "installed.txt"
+    python = directory / "bin" / "python"
+    made = directory / "installed.txt"
     if not (made.is_file() and made.read_text() == wanted):
         print(f"installing {wanted.split()[-1]} into {directory.relative_to(ROOT)}", flush=True)
         uv = str(Path(sys.executable).with_name("uv"))

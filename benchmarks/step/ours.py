@@ -52,12 +52,12 @@ from rolemesh.services.rollout.engines.hf import engine as hf
 from rolemesh.services.rollout.worker import RolloutWorker
 from rolemesh.wire.allocator import tune
 from rolemesh.workers.lease import Lease
-from rolemesh.workers.seat import ComputingThread, Seat
+from rolemesh.workers.worker_context import ComputingThread, WorkerContext
 
-WORKERS: dict[str, Callable[[JobConfig, Seat], Any]] = {
+WORKERS: dict[str, Callable[[JobConfig, WorkerContext], Any]] = {
     "actor": actor.ActorWorker,
     "rollout": RolloutWorker,
-    "reward": lambda job, seat: RewardWorker(job),  # rules score beside the models
+    "reward": lambda job, worker_context: RewardWorker(job),  # rules score beside the models
     "critic": critic.CriticWorker,
     "reference": actor.ReferenceWorker,
 }
@@ -124,11 +124,15 @@ class Staying:
 
 
 async def on_one_thread(
-    builders: Mapping[str, Callable[[Seat], Any]], lease: Lease | None = None
+    builders: Mapping[str, Callable[[WorkerContext], Any]], lease: Lease | None = None
 ) -> dict[str, Any]:
     """Workers, loaded on one thread, on which their models compute; rules score beside it."""
-    seat, loop = Seat(ComputingThread("models"), lease), asyncio.get_running_loop()
-    return {name: await loop.run_in_executor(seat.thread, build, seat) for name, build in builders.items()}
+    worker_context = WorkerContext(ComputingThread("models"), lease)
+    loop = asyncio.get_running_loop()
+    return {
+        name: await loop.run_in_executor(worker_context.thread, build, worker_context)
+        for name, build in builders.items()
+    }
 
 
 async def taking_turns(job: JobConfig) -> Roles:
@@ -138,14 +142,16 @@ async def taking_turns(job: JobConfig) -> Roles:
     for role, worker in workers.items():
         if not isinstance(worker, RewardWorker):
             await lease.vacate()
-            lease.seat(Staying(role))
+            lease.add(Staying(role))
     return Roles(**workers)
 
 
 def stepper(job: JobConfig, roles: Roles) -> Callable[[int], Awaitable[dict[str, Any]]]:
     """Makes step `number` as the loop does: prompts out of the Parquet file, the page, the step's metrics."""
     data = PromptDataset(job.data.train_files, job.data, load_tokenizer(job.actor.model))
-    order, kl, page = PromptOrder(len(data), job.data), KLController(job.algorithm.kl_ctrl), page_of(job)
+    order = PromptOrder(len(data), job.data)
+    kl = KLController(job.algorithm.kl_ctrl)
+    page = page_of(job)
     stopwatch = Stopwatch()
     observer.set(stopwatch)
     roles = bypassing(timed(roles, stopwatch), job)
@@ -170,11 +176,13 @@ async def compete(workload: Path, algorithm: str, arguments: list[str]) -> None:
         directory = stack.enter_context(TemporaryDirectory())
         overrides = [argument for argument in arguments if argument != "--served"]
         job = job_of(workload, algorithm, directory, overrides)
-        threads, computing = torch.get_num_threads(), None
+        threads = torch.get_num_threads()
+        computing = None
         if "--served" in arguments:
             roles = await served(job, stack)
         else:
-            roles, computing = await taking_turns(job), Computing()
+            roles = await taking_turns(job)
+            computing = Computing()
             computing.watch(
                 (sequence, "distribution_stats"),
                 (hf, "sample"),
@@ -183,7 +191,8 @@ async def compete(workload: Path, algorithm: str, arguments: list[str]) -> None:
                 (torch.nn.utils, "clip_grad_norm_"),
             )
             torch.set_num_threads(1)  # of this thread, which computes little
-        one_step, number = stepper(job, roles), 0
+        one_step = stepper(job, roles)
+        number = 0
         turns.answer({"threads": threads})
         while await asyncio.to_thread(turns.wait):
             number += 1

@@ -27,7 +27,9 @@ from rolemesh.services.actor.worker import ActorWorker
 from rolemesh.services.controller.stages.experience import join
 from rolemesh.wire.allocator import give_back_free_memory
 
-FILL, ROOM = 0.4, 104  # of the rows as a whole; tokens of an answer: with the prompt's, rows of 128
+# of the rows as a whole; tokens of an answer: with the prompt's, rows of 128
+FILL = 0.4
+ROOM = 104
 VOCABULARY = 152_064  # Qwen2.5's
 
 
@@ -69,7 +71,8 @@ async def training(workload: Path, rounds: int, directory: str) -> dict[str, Any
     cpu_seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for round in range(rounds + 1):
         for name, actor in list(contestants.items())[:: -1 if round % 2 else 1]:
-            began, cpu_began = time.perf_counter(), time.process_time()
+            began = time.perf_counter()
+            cpu_began = time.process_time()
             await actor.update(batch)
             seconds[name].append(time.perf_counter() - began)
             cpu_seconds[name].append(time.process_time() - cpu_began)

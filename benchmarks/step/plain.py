@@ -45,7 +45,8 @@ class Critic(nn.Module):
 @torch.no_grad()
 def generate(model: Any, prompts: Tensor, end: int, pad: int) -> tuple[Tensor, Tensor]:
     """Responses [B, T] and their mask; stops when every row has ended."""
-    cache, ids = DynamicCache(config=model.config), prompts
+    cache = DynamicCache(config=model.config)
+    ids = prompts
     responses = torch.full((len(prompts), RESPONSE_TOKENS), pad)
     mask = torch.zeros(len(prompts), RESPONSE_TOKENS, dtype=torch.bool)
     live = torch.ones(len(prompts), dtype=torch.bool)
@@ -81,11 +82,9 @@ def in_micro_batches(function: Any, model: Any, ids: Tensor, mask: Tensor) -> Te
 def gae(rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Advantages, whitened, and returns; gamma = lambda = 1."""
     values = values * mask
-    advantages, running, following = (
-        torch.zeros_like(values),
-        torch.zeros(len(values)),
-        torch.zeros(len(values)),
-    )
+    advantages = torch.zeros_like(values)
+    running = torch.zeros(len(values))
+    following = torch.zeros(len(values))
     for t in reversed(range(values.shape[1])):
         running = (rewards[:, t] + following - values[:, t] + running) * mask[:, t]
         following = values[:, t]
@@ -98,7 +97,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 class Loop:
     def __init__(self, workload: Path, algorithm: str) -> None:
         path = workload / "model"
-        self.algorithm, self.group = algorithm, GROUP[algorithm]
+        self.algorithm = algorithm
+        self.group = GROUP[algorithm]
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         chats = [
             [{"role": "user", "content": text}] for text in json.loads((workload / "prompts.json").read_text())

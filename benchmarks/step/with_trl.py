@@ -108,7 +108,9 @@ class Rule(nn.Module):
 
     def __init__(self, tokenizer: Any, prompt_tokens: int, watch: Turns) -> None:
         super().__init__()
-        self.tokenizer, self.prompt_tokens, self.watch = tokenizer, prompt_tokens, watch
+        self.tokenizer = tokenizer
+        self.prompt_tokens = prompt_tokens
+        self.watch = watch
 
     def body(self, input_ids: Tensor, attention_mask: Tensor, **_: Any) -> Any:
         ids = torch.where(attention_mask, input_ids, self.tokenizer.pad_token_id)

@@ -28,7 +28,8 @@ def end_probability(fill: float, tokens: int = RESPONSE_TOKENS) -> float:
     (1 - (1 - p)^T) / p = fill * T, by bisection. 0 for a fill of 0: nobody ends one."""
     if not fill:
         return 0.0
-    low, high = 1e-9, 1.0
+    low = 1e-9
+    high = 1.0
     for _ in range(60):
         p = (low + high) / 2
         longer = (1 - (1 - p) ** tokens) / p > fill * tokens

@@ -182,7 +182,8 @@ class Fuzzer:
 
     def _change_arrow(self, header: FrameHeader, region: bytearray) -> None:
         """A number of the description, where sizes, offsets and lengths are, or a piece of the rest."""
-        start, end = header.columns.offset, header.columns.offset + min(header.columns.num_bytes, 4096)
+        start = header.columns.offset
+        end = header.columns.offset + min(header.columns.num_bytes, 4096)
         if end > len(region) or end - start < 64:
             return
         for _ in range(self.random.randint(1, 4)):
@@ -242,7 +243,8 @@ async def check(messages: list[bytes]) -> bool:
     batch: DataProto | None = None
     with contextlib.suppress(InvalidBatch):
         batch = await receive(stream())
-    cpu_s, rise = time.process_time() - begun, _memory("VmHWM") - before
+    cpu_s = time.process_time() - begun
+    rise = _memory("VmHWM") - before
     budget = 4 * num_bytes + limits.FREE_EXPANSION + limits.MAX_EXPANSION * num_bytes * (batch is not None)
     if cpu_s > CPU_S or rise > budget + SLACK_BYTES:
         raise Overdrawn(f"{num_bytes} bytes took {cpu_s:.2f} s and {rise >> 20} MiB, of {budget >> 20} MiB")
@@ -277,7 +279,9 @@ def run(seed: int, most: int, seconds: float) -> tuple[int, int]:
         Exception: what an input caused; its note says which.
     """
     asyncio.run(check(Fuzzer(seed).messages()))  # whatever is loaded on first use
-    fuzzer, end, accepted = Fuzzer(seed), time.monotonic() + seconds, 0
+    fuzzer = Fuzzer(seed)
+    end = time.monotonic() + seconds
+    accepted = 0
     for number in range(most):
         messages = fuzzer.messages()
         try:

@@ -39,7 +39,9 @@ from rich.table import Table
 from benchmarks.wire import hostile_messages as hostile
 from rolemesh.rpc.channels import CLIENT_OPTIONS
 
-WORST_S, TIMES, FREE_BYTES = 0.25, 4, 64 << 20
+WORST_S = 0.25
+TIMES = 4
+FREE_BYTES = 64 << 20
 TINY_FRAMES = "tiny frames"  # the one that is a stream of messages
 PLACES = {
     "a batch": hostile.BATCH_METHOD,
@@ -128,7 +130,9 @@ class Target:
         from rolemesh.models.tiny import make_tiny_model  # here: the sender needs no torch
 
         model = make_tiny_model(directory / "model", "qwen2")
-        config, bound, log = directory / "job.yaml", directory / "address.json", directory / "log"
+        config = directory / "job.yaml"
+        bound = directory / "address.json"
+        log = directory / "log"
         config.write_text(
             f"actor: {{model: {{path: {model}}}}}\n"
             f"trainer: {{default_local_dir: {directory / 'run'}, device: cpu}}\n"
@@ -167,7 +171,8 @@ class Target:
         """Sends it the message and asks for its health until that is answered."""
         self._tell(json.dumps(case.__dict__))
         num_bytes = int(await asyncio.to_thread(self._hear))
-        cpu, before = self.cpu_s(), self._memory("VmRSS")
+        cpu = self.cpu_s()
+        before = self._memory("VmRSS")
         self._begin_peak()
         async with grpc.aio.insecure_channel(self.address, options=CLIENT_OPTIONS) as channel:
             health = _Health(HealthStub(channel), self.cpu_s)
@@ -178,7 +183,8 @@ class Target:
             health.answered.clear()
             await health.answered.wait()
             asking.cancel()
-        cpu, peak = self.cpu_s() - cpu, self._memory("VmHWM")
+        cpu = self.cpu_s() - cpu
+        peak = self._memory("VmHWM")
         rises = peak - before, peak - self._at_first
         return Outcome(num_bytes, answer, health.wait_s, health.computed_s, cpu, *rises)
 
@@ -220,12 +226,14 @@ class _Health:
     def __init__(self, stub: Any, cpu_s: Any) -> None:
         self.wait_s = self.computed_s = 0.0
         self.answered = asyncio.Event()
-        self._stub, self._cpu_s = stub, cpu_s
+        self._stub = stub
+        self._cpu_s = cpu_s
 
     async def ask_again_and_again(self) -> None:
         request = health_pb2.HealthCheckRequest(service="live")
         while True:
-            begun, cpu = time.perf_counter(), self._cpu_s()
+            begun = time.perf_counter()
+            cpu = self._cpu_s()
             await self._stub.Check(request, wait_for_ready=True, timeout=300)
             self.wait_s = max(self.wait_s, time.perf_counter() - begun)
             self.computed_s = max(self.computed_s, self._cpu_s() - cpu)

@@ -29,7 +29,8 @@ def frame(header: FrameHeader | bytes, region: bytes = b"") -> bytes:
 
 def field(number: int, value: bytes) -> bytes:
     """A length-delimited field."""
-    length, octets = len(value), bytearray()
+    length = len(value)
+    octets = bytearray()
     while length > 127:
         octets.append(length & 127 | 128)
         length >>= 7
@@ -137,7 +138,8 @@ def booleans(num_bytes: int) -> bytes:
 
 def empty_texts(num_bytes: int) -> bytes:
     rows = num_bytes // 8 - 1
-    offsets, data = pa.py_buffer(bytes(8 * (rows + 1))), pa.py_buffer(b"")
+    offsets = pa.py_buffer(bytes(8 * (rows + 1)))
+    data = pa.py_buffer(b"")
     array = pa.Array.from_buffers(pa.large_string(), rows, [None, offsets, data])
     return with_columns(record([array], "object"))
 

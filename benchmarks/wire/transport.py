@@ -40,8 +40,11 @@ from rolemesh.wire.codec import encode
 
 RESULTS = Path(__file__).parents[1] / "results" / "transport.json"
 SIZES = {"16 MiB": 16 << 20, "256 MiB": 256 << 20}
-RAW_TCP, FRAMES, PICKLE = "raw TCP, 4 MiB sends", "frame stream", "pickle unary"
-PROTOBUF, PROTOBUF_TUNED = "protobuf unary", "protobuf unary, tuned"
+RAW_TCP = "raw TCP, 4 MiB sends"
+FRAMES = "frame stream"
+PICKLE = "pickle unary"
+PROTOBUF = "protobuf unary"
+PROTOBUF_TUNED = "protobuf unary, tuned"
 CONTESTANTS = (RAW_TCP, FRAMES, PICKLE, PROTOBUF, PROTOBUF_TUNED)
 TUNED = (FRAMES, PROTOBUF_TUNED)
 SEND_BYTES = 4 << 20
@@ -56,7 +59,8 @@ Exchange = Callable[[DataProto], Awaitable[DataProto]]
 def dense_batch(num_bytes: int) -> DataProto:
     """Random float32 and bfloat16 columns [256, N]: nothing to unpad, nothing to narrow."""
     torch.manual_seed(0)
-    rows, quarter = 256, num_bytes // 4
+    rows = 256
+    quarter = num_bytes // 4
     return DataProto(
         {
             "old_log_probs": torch.randn(rows, quarter // rows // 4),
@@ -70,7 +74,9 @@ def dense_batch(num_bytes: int) -> DataProto:
 def ppo_batch() -> DataProto:
     """What an update reads, 512 rows of 512 + 1024 tokens of which 40 % are not padding."""
     torch.manual_seed(0)
-    rows, prompt, response = 512, 512, 1024
+    rows = 512
+    prompt = 512
+    response = 1024
     prompt_lengths = torch.randint(60, 340, (rows, 1))
     response_lengths = torch.randint(20, 780, (rows, 1))
     prompt_mask = torch.arange(prompt) >= prompt - prompt_lengths

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from rolemesh.catalog.catalog import Catalog
-from rolemesh.catalog.loading import NAMED
+from rolemesh.catalog.plugin_imports import NAMED
 from rolemesh.config import JobConfig
 
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}

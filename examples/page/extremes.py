@@ -15,7 +15,7 @@ from rolemesh.dataproto import DataProto
 from rolemesh.plugins import Options, page
 from rolemesh.roles import Metrics, Roles
 from rolemesh.services.controller.pages.step import Step
-from rolemesh.services.controller.stages.advantages import (
+from rolemesh.services.controller.stages.advantage_estimation import (
     apply_kl_penalty,
     apply_rollout_correction,
     compute_advantages,

@@ -15,8 +15,10 @@ from typing import Any
 
 MAX_DEPTH = 64  # of arguments
 MAX_CALLS = 64  # looked for in a turn; an environment runs far fewer
-THINK, THOUGHT = "<think>", "</think>"
-OPENING, CLOSING = "<tool_call>", "</tool_call>"
+THINK = "<think>"
+THOUGHT = "</think>"
+OPENING = "<tool_call>"
+CLOSING = "</tool_call>"
 TAGS = re.compile("|".join((THINK, THOUGHT, OPENING)))
 THOUGHT_TAGS = re.compile("|".join((THINK, THOUGHT)))
 CALL_TAGS = re.compile("|".join((OPENING, CLOSING)))
@@ -87,7 +89,10 @@ def _tagged(text: str) -> tuple[list[str], list[str], str]:
                 has_thought = True
         elif tag[0] == THOUGHT:
             if not has_thought:  # the prompt began the thought, so nothing before is a call
-                outside, inside, at, has_thought = [], [], 0, True
+                outside = []
+                inside = []
+                at = 0
+                has_thought = True
         else:
             # No more calls are read, and a failure of the decoder takes time linear in the whole text.
             after = _after_object(text, begin) if len(inside) < MAX_CALLS else begin
@@ -144,16 +149,19 @@ def llama3_json(text: str) -> tuple[str, list[Call]]:
     Returns:
         the text outside of calls, and the calls.
     """
-    begin, has_thought = 0, False
+    begin = 0
+    has_thought = False
     while True:
         begin = _skip(SPACE, text, begin)
         if text.startswith(THINK, begin) and (closes := text.find(THOUGHT, begin)) >= 0:
-            begin, has_thought = closes + len(THOUGHT), True
+            begin = closes + len(THOUGHT)
+            has_thought = True
             continue
         calls, end = _objects(text, begin)
         if has_thought or (after := _after_prompts_thought(text, end)) < 0:
             return (text[:begin] + text[end:]).strip() if calls else text, calls
-        begin, has_thought = after, True
+        begin = after
+        has_thought = True
 
 
 def _objects(text: str, begin: int) -> tuple[list[Call], int]:
@@ -219,7 +227,8 @@ def _sendable(call: Call) -> Call:
 
 
 def _depth(value: Any) -> int:
-    level, depth = [value], 0
+    level = [value]
+    depth = 0
     while level := [each for each in level if isinstance(each, dict | list)]:
         level = [child for each in level for child in (each.values() if isinstance(each, dict) else each)]
         depth += 1

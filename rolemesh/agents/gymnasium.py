@@ -48,7 +48,8 @@ class GymnasiumAgent:
     tools = ()
 
     def __init__(self, make_env: Callable[[], Any], threads: int) -> None:
-        self._make_env, self._threads = make_env, ThreadPoolExecutor(threads, "gymnasium")
+        self._make_env = make_env
+        self._threads = ThreadPoolExecutor(threads, "gymnasium")
 
     def open(self, episode: Episode) -> Conversation:
         """Make an episode's conversation. Raises InvalidData if the row's env_kwargs are no dict."""
@@ -70,20 +71,23 @@ class GymnasiumConversation:
     def __init__(
         self, make_env: Callable[[], Any], threads: ThreadPoolExecutor, seed: int, options: dict[str, Any]
     ) -> None:
-        self._make_env, self._threads, self._seed, self._options = make_env, threads, seed, options
+        self._make_env = make_env
+        self._threads = threads
+        self._seed = seed
+        self._options = options
         self._env: Any = None
         self._resetting: Future[Any] | None = None
 
     async def begin(self) -> Chat:
         self._resetting = self._threads.submit(_called, self._reset)
-        return _said(await asyncio.wrap_future(self._resetting))
+        return _as_chat(await asyncio.wrap_future(self._resetting))
 
     async def act(self, turn: dict[str, Any]) -> Observation:
         returned = await self._run(self._env.step, turn["content"])
         observation, reward, terminated, truncated, _ = _parts(returned, "step", STEP)
         if terminated or truncated:
             return Observation(reward=reward, done=True, why="terminated" if terminated else "truncated")
-        return Observation(messages=_said(observation), reward=reward)
+        return Observation(messages=_as_chat(observation), reward=reward)
 
     async def close(self) -> Outcome:
         if self._resetting is not None and not self._resetting.done():  # begin was cancelled
@@ -121,7 +125,7 @@ def _parts(returned: Any, method: str, names: Sequence[str]) -> Sequence[Any]:
     return returned
 
 
-def _said(observation: Any) -> Chat:
+def _as_chat(observation: Any) -> Chat:
     if not isinstance(observation, str):
         raise TypeError(f"an observation should be a text; the environment returned {observation!r:.200}")
     return [{"role": "user", "content": observation}]

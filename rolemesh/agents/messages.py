@@ -76,14 +76,14 @@ def message_of(message: Message, what: str) -> dict[str, Any]:
     _check_role(message.role, what)
     if len(message.tool_calls) > MAX_CALLS:
         raise InvalidBatch(f"{what} has {len(message.tool_calls)} calls of tools; at most {MAX_CALLS} are read")
-    said: dict[str, Any] = {"role": message.role, "content": message.content}
+    chat_message: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
-        said["tool_calls"] = [_call_of(call, what) for call in message.tool_calls]
+        chat_message["tool_calls"] = [_call_of(call, what) for call in message.tool_calls]
     if message.name:
-        said["name"] = message.name
+        chat_message["name"] = message.name
     if message.tool_call_id:
-        said["tool_call_id"] = message.tool_call_id
-    return said
+        chat_message["tool_call_id"] = message.tool_call_id
+    return chat_message
 
 
 def prompt_of(prompt: environment_pb2.Prompt, what: str) -> Prompt:
@@ -138,14 +138,15 @@ def _check_size(answer: Any, what: str) -> None:
         raise InvalidBatch(f"{what} has {size} bytes; at most {MAX_ANSWER_BYTES} are sent")
 
 
-def _message(said: Mapping[str, Any], what: str) -> Message:
-    if not isinstance(said, Mapping):
-        raise InvalidBatch(f"{what} should be a dict with role and content; got {reprlib.repr(said)}")
+def _message(message: Mapping[str, Any], what: str) -> Message:
+    if not isinstance(message, Mapping):
+        raise InvalidBatch(f"{what} should be a dict with role and content; got {reprlib.repr(message)}")
     texts = {
-        key: _text(said.get(key) or "", f"{what} {key}") for key in ("role", "content", "name", "tool_call_id")
+        key: _text(message.get(key) or "", f"{what} {key}")
+        for key in ("role", "content", "name", "tool_call_id")
     }
     _check_role(texts["role"], what)
-    calls = said.get("tool_calls") or []
+    calls = message.get("tool_calls") or []
     if not isinstance(calls, list | tuple) or len(calls) > MAX_CALLS:
         raise InvalidBatch(
             f"{what} tool_calls should be a list of at most {MAX_CALLS}; got {reprlib.repr(calls)}"
@@ -188,25 +189,25 @@ def _check_role(role: str, what: str) -> None:
 # ------------------------------------------------------------------- what an environment answers
 
 
-def opening_of(said: Chat | Prompt, what: str) -> OpenEpisodeResponse:
-    """Return what is said first, or a prompt, as a message. Raises InvalidBatch as `answer_of`."""
-    if not isinstance(said, Prompt):
-        return OpenEpisodeResponse(messages=messages_of(said, what))
-    opening = OpenEpisodeResponse(prompt=_prompt(said, what), max_tokens=_max_tokens(said.max_tokens, what))
+def opening_of(begun: Chat | Prompt, what: str) -> OpenEpisodeResponse:
+    """Return the first messages, or a prompt, as a response. Raises InvalidBatch as `answer_of`."""
+    if not isinstance(begun, Prompt):
+        return OpenEpisodeResponse(messages=messages_of(begun, what))
+    opening = OpenEpisodeResponse(prompt=_prompt(begun, what), max_tokens=_max_tokens(begun.max_tokens, what))
     _check_size(opening, what)
     return opening
 
 
-def _prompt(said: Prompt, what: str) -> environment_pb2.Prompt:
-    if not isinstance(said, Prompt):
-        raise InvalidBatch(f"{what} should be a Prompt; got {reprlib.repr(said)} ({type(said).__name__})")
-    _check_list(said.tools, Mapping, f"{what}: tools")
+def _prompt(prompt: Prompt, what: str) -> environment_pb2.Prompt:
+    if not isinstance(prompt, Prompt):
+        raise InvalidBatch(f"{what} should be a Prompt; got {reprlib.repr(prompt)} ({type(prompt).__name__})")
+    _check_list(prompt.tools, Mapping, f"{what}: tools")
     try:
-        tools = [json.dumps(tool) for tool in said.tools]
+        tools = [json.dumps(tool) for tool in prompt.tools]
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidBatch(f"{what} has a tool that is not JSON: {error}") from error
     return environment_pb2.Prompt(
-        messages=messages_of(said.messages, what), tools=[_text(tool, f"{what}: a tool") for tool in tools]
+        messages=messages_of(prompt.messages, what), tools=[_text(tool, f"{what}: a tool") for tool in tools]
     )
 
 
@@ -232,32 +233,36 @@ def _max_tokens(value: Any, what: str) -> int:
     return whole
 
 
-def answer_of(said: Observation, what: str) -> ActResponse:
+def answer_of(observation: Observation, what: str) -> ActResponse:
     """Return an observation as a message.
 
     Raises:
         InvalidBatch: it is no Observation, one of its fields has another type, a message is none
             (`messages_of`), or a number is not finite.
     """
-    if not isinstance(said, Observation):
-        raise InvalidBatch(f"{what} should be an Observation; got {reprlib.repr(said)} ({type(said).__name__})")
-    _check_list(said.tools, UsedTool, f"{what}: tools")
+    if not isinstance(observation, Observation):
+        raise InvalidBatch(
+            f"{what} should be an Observation; got {reprlib.repr(observation)} ({type(observation).__name__})"
+        )
+    _check_list(observation.tools, UsedTool, f"{what}: tools")
     uses = [
         ToolUse(
             name=_text(use.name, f"{what}: a tool's name")[:100],
             seconds=number(use.seconds, f"{what}: seconds of the tool {use.name!r:.100}"),
             error=_text(use.error, f"{what}: a tool's error")[:500],
         )
-        for use in said.tools
+        for use in observation.tools
     ]
     answer = ActResponse(
-        messages=[] if said.done else messages_of(said.messages, what),
-        prompt=None if said.done or said.prompt is None else _prompt(said.prompt, f"{what}: its prompt"),
-        reward=number(said.reward, f"{what}: the reward"),
-        done=bool(said.done),
-        why=_text(said.why, f"{what}: why")[:100],
+        messages=[] if observation.done else messages_of(observation.messages, what),
+        prompt=None
+        if observation.done or observation.prompt is None
+        else _prompt(observation.prompt, f"{what}: its prompt"),
+        reward=number(observation.reward, f"{what}: the reward"),
+        done=bool(observation.done),
+        why=_text(observation.why, f"{what}: why")[:100],
         tools=uses,
-        max_tokens=_max_tokens(said.max_tokens, what),
+        max_tokens=_max_tokens(observation.max_tokens, what),
     )
     _check_size(answer, what)
     return answer

@@ -10,7 +10,7 @@ from rolemesh.errors import InvalidConfig
 
 MARK = "mark of a turn"  # a turn that no template writes by itself
 ASKS: dict[str, Any] = {"role": "user", "content": "ask"}
-SAID: dict[str, Any] = {"role": "assistant", "content": MARK}
+TURN: dict[str, Any] = {"role": "assistant", "content": MARK}
 # Conversations on which a template is tried: what a turn is, and what comes after it.
 TRIED: tuple[tuple[str, Chat], ...] = (
     ("a user's message", [{"role": "user", "content": "once more"}]),
@@ -35,8 +35,9 @@ class Template:
     """
 
     def __init__(self, tokenizer: Any, variables: Mapping[str, Any] | None = None) -> None:
-        self._tokenizer, self._variables = tokenizer, variables or {}
-        self._begun = self._render([ASKS, SAID], opens=False)
+        self._tokenizer = tokenizer
+        self._variables = variables or {}
+        self._begun = self._render([ASKS, TURN], opens=False)
         _, found, self.ends_turn = self._begun.rpartition(MARK)
         if not found:
             raise self._refused("its output does not contain the text of the policy's turn unchanged")
@@ -45,27 +46,28 @@ class Template:
         """Return the ids that follow a turn of the policy: its end, messages, the next one's begin.
 
         Args:
-            messages: what is said to the policy.
+            messages: those that follow for the policy.
             end: text of the special token at the end of the policy's turn; "" if it ends without one.
         """
         return self._ids(_after_end(self.ends_turn + self._added(messages), end), end or MARK)
 
-    def after_all(self, prompt: list[int], said: Chat, messages: Chat, end: str) -> tuple[bool, list[int]]:
-        """Return whether the template writes anew what was said, and the ids: if so, of the whole conversation;
+    def after_all(self, prompt: list[int], turns: Chat, messages: Chat, end: str) -> tuple[bool, list[int]]:
+        """Return whether the template rewrites earlier turns, and the ids: if so, of the whole conversation;
         else those that follow its last turn.
 
         Args:
-            prompt: the ids before everything that was said.
-            said: what followed, up to a turn of the policy.
-            messages: what is said to it.
+            prompt: the ids before all turns.
+            turns: what followed, up to a turn of the policy.
+            messages: those that follow for the policy.
             end: as for after_turn.
         """
         # What it saw and said, not the rendering of it: some templates drop the thoughts of the last turn, too.
-        begun = self._render([ASKS, *said[:-1]], opens=True) + str(said[-1]["content"])
-        whole = self._render([ASKS, *said, *messages], opens=True)
+        begun = self._render([ASKS, *turns[:-1]], opens=True) + str(turns[-1]["content"])
+        whole = self._render([ASKS, *turns, *messages], opens=True)
         if whole.startswith(begun):
             return False, self._ids(_after_end(whole[len(begun) :], end), end or MARK)
-        asked, opened = self._render([ASKS], opens=False), self._render([ASKS], opens=True)
+        asked = self._render([ASKS], opens=False)
+        opened = self._render([ASKS], opens=True)
         if not (whole.startswith(asked) and opened.startswith(asked)):
             raise self._refused(f"{_kinds(messages)} after a turn of the policy changes the prompt")
         opens = self._ids(opened[len(asked) :], asked)
@@ -78,19 +80,20 @@ class Template:
 
     def after_prompt(self, messages: Chat) -> list[int]:
         """Return the ids that follow a prompt without the policy's begin: messages, and that begin."""
-        prompt, text = self._render([ASKS], opens=False), self._render([ASKS, *messages], opens=True)
+        prompt = self._render([ASKS], opens=False)
+        text = self._render([ASKS, *messages], opens=True)
         if not text.startswith(prompt):
             raise self._refused(f"{_kinds(messages)} after a prompt changes what came before")
         return self._ids(text[len(prompt) :], prompt)
 
     def _added(self, messages: Chat) -> str:
         """Return what the template appends for messages that follow a turn, up to where the policy begins."""
-        text = self._render([ASKS, SAID, *messages], opens=True)
+        text = self._render([ASKS, TURN, *messages], opens=True)
         if not text.startswith(self._begun):
             raise self._refused(f"{_kinds(messages)} after a turn of the policy changes what came before")
         return text[len(self._begun) :]
 
-    def _render(self, messages: Chat, opens: bool, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def _render(self, messages: Chat, *, opens: bool, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
                 messages,
@@ -137,8 +140,8 @@ class Template:
                 turn = {"role": "assistant", "content": THOUGHT + MARK}
                 self.after_all([], [turn, *messages, turn], messages, "")
                 continue
-            said = [MARK] + ([THOUGHT + MARK, WITH_BLANKS] if rewrites == "refuse" else [])
-            for text in said:
+            texts = [MARK] + ([THOUGHT + MARK, WITH_BLANKS] if rewrites == "refuse" else [])
+            for text in texts:
                 turn = {"role": "assistant", "content": text}
                 grown = self._render([ASKS], opens=True) + text + self.ends_turn
                 grown += self._added(messages) + text + self.ends_turn

@@ -26,7 +26,8 @@ def token_losses(log_probs: Tensor, rows: DataProto, mask: Tensor, job: JobConfi
         InvalidConfig: a plug-in's loss returns no TokenLosses [b, T].
         RoleFailed: a plug-in's loss raises.
     """
-    config, policy_loss = job.actor, job.policy_loss
+    config = job.actor
+    policy_loss = job.policy_loss
     options: dict[str, Any] = config.values_of(policy_loss.keys) | config.policy_loss.options
     if policy_loss.choose:
         options["chosen"] = rows["chosen"]

@@ -272,7 +272,8 @@ def dppo_kl_policy_loss(
 
     A token is masked only if its probability has moved in the direction of A.
     """
-    new, old = log_probs.detach().exp(), old_log_probs.exp()
+    new = log_probs.detach().exp()
+    old = old_log_probs.exp()
     # 1e-8: if the token has probability 1, the others have 0, and the ratio would be 0/0
     others = (1 - old) * torch.log((1 - old + 1e-8) / (1 - new + 1e-8))
     kl = old * (old_log_probs - log_probs.detach()) + others
@@ -343,9 +344,11 @@ def bypass_policy_loss(
             clip_high=clip_high,
             clip_ratio_c=clip_ratio_c,
         )
-        losses, shares = tokens.losses, tokens.shares
+        losses = tokens.losses
+        shares = tokens.shares
     else:
-        losses, shares = -advantages * log_probs, {"ppo_kl": -log_ratio(now, old_log_probs)}
+        losses = -advantages * log_probs
+        shares = {"ppo_kl": -log_ratio(now, old_log_probs)}
         if correction.rollout_is:
             w = importance_weights(now, old_log_probs, response_mask, level=correction.rollout_is)
             losses = losses * bounded(w, *correction.bounds)

@@ -70,7 +70,8 @@ def log_ratios(
 
 def _of_pairs(losses: Tensor, chosen: Tensor, rejected: Tensor, like: Tensor) -> TokenLosses:
     """Make the result of losses [b] and of the answers' implicit rewards [b]."""
-    chosen, rejected = chosen.detach(), rejected.detach()
+    chosen = chosen.detach()
+    rejected = rejected.detach()
     of_rows = {
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,

@@ -212,8 +212,10 @@ def mismatch_metrics(
     """
     mask = response_mask
     d = torch.where(mask, old_log_probs - rollout_log_probs, 0)
-    near, near_row = d.clamp(-20, 20), d.sum(-1).clamp(-20, 20)
-    rows, lengths = mask.any(-1), mask.sum(-1).clamp(min=1)
+    near = d.clamp(-20, 20)
+    near_row = d.sum(-1).clamp(-20, 20)
+    rows = mask.any(-1)
+    lengths = mask.sum(-1).clamp(min=1)
     trainer, engine = (-torch.where(mask, x, 0).sum(-1) / lengths for x in (old_log_probs, rollout_log_probs))
     apart = trainer - engine
     of_rows = apart[rows] if rows.any() else apart.new_zeros(1)

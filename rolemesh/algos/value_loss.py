@@ -34,6 +34,7 @@ def clipped_value_loss(
     """
     # not the old value plus a clamped difference: inside the range a value must stay bit-identical
     near = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
-    free, clipped = (values - returns).square(), (near - returns).square()
+    free = (values - returns).square()
+    clipped = (near - returns).square()
     loss = 0.5 * aggregate(torch.maximum(free, clipped), response_mask)
     return loss, (clipped > free).to(values.dtype).detach()

@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel
 
-from rolemesh import imported
 from rolemesh.errors import InvalidConfig, RoleFailed, RolemeshError
+from rolemesh.importing import imported
 
 log = logging.getLogger(__name__)
 

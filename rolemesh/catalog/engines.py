@@ -55,7 +55,7 @@ ENGINES = Catalog(
         ),
         reserves_memory=True,
         least_temperature=VLLMS_LEAST_TEMPERATURE,
-        check=f"{ENGINE_ROOM}.vllm.arguments:check_installed",
+        check=f"{ENGINE_ROOM}.vllm.engine_args:check_installed",
         meaning="vLLM in the rollout's process",
     ),
     EngineSpec(

@@ -40,7 +40,7 @@ TOOLS = Catalog(
     ),
     ToolSpec(
         name="calc_gsm8k_reward",
-        code="rolemesh.services.environment.tools.gsm8k:Gsm8kTool",
+        code="rolemesh.services.environment.tools.gsm8k_tool:Gsm8kTool",
         meaning="tells the policy whether its answer to a row of GSM8K is right",
     ),
     ToolSpec(

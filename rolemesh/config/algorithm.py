@@ -1,18 +1,14 @@
-"""The section algorithm: advantages, the KL penalty, and the order of a step; and what they need of a job."""
+"""The section algorithm: advantages, the KL penalty, and the order of a step."""
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from rolemesh.catalog.catalog import BUILT_IN
-from rolemesh.catalog.estimators import BY_COMPONENTS, BY_TURN, ESTIMATORS
+from rolemesh.catalog.estimators import BY_COMPONENTS, ESTIMATORS
 from rolemesh.catalog.pages import PAGES
 from rolemesh.config.actor import KLPenalty
 from rolemesh.config.base import Config, name_in, options_of
 from rolemesh.config.rollout_correction import RolloutCorrectionConfig
-
-if TYPE_CHECKING:
-    from rolemesh.config.job import JobConfig
 
 
 class KLControlConfig(Config):
@@ -121,7 +117,8 @@ class AlgorithmConfig(Config):
 
     @model_validator(mode="after")
     def _gdpo_has_components(self) -> "AlgorithmConfig":
-        keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
+        keys = self.gdpo_reward_keys
+        weights = self.gdpo_reward_weights
         if weights is not None and len(weights) != len(keys):
             raise ValueError(
                 f"gdpo_reward_weights has {len(weights)} numbers, but gdpo_reward_keys has {len(keys)} "
@@ -142,79 +139,3 @@ class AlgorithmConfig(Config):
                 "uses only the reward's components; set actor.use_kl_loss instead"
             )
         return self
-
-
-def check_calls(job: "JobConfig") -> None:
-    """Raise ValueError if a built-in page does not call the role that the estimator or the loss needs.
-
-    The recorded step finds it too, of every page, but names columns in place of keys.
-    """
-    page, estimator = job.page, job.estimator
-    if page.origin != BUILT_IN:
-        return
-    if job.estimates and estimator.needs_critic and "critic" not in page.roles and not page.filters:
-        raise ValueError(
-            f"algorithm.adv_estimator is {estimator.name}, which needs a critic, but page {page.name} calls "
-            f"none; set algorithm.page to {estimator.default_page}, or another adv_estimator"
-        )
-    if job.actor.use_kl_loss and not job.estimates and "reference" not in page.roles:
-        raise ValueError(
-            f"actor.use_kl_loss is true, but page {page.name} calls no reference policy; set use_kl_loss to "
-            "false"
-        )
-
-
-def check_estimator(job: "JobConfig") -> None:
-    """Raise ValueError if the job lacks what its advantage estimator compares or reads."""
-    estimator = job.estimator
-    if estimator.compares and job.rollout.n == 1:
-        raise ValueError(
-            f"algorithm.adv_estimator {estimator.name} compares the responses to one prompt, but rollout.n is "
-            "1; set rollout.n to 2 or more"
-        )
-    if BY_TURN in estimator.reads and not job.rollout.multi_turn.enable:
-        raise ValueError(
-            f"algorithm.adv_estimator {estimator.name} compares turns of conversations, but "
-            "rollout.multi_turn.enable is false; set it to true, or use grpo"
-        )
-    own = [key for key in job.algorithm.gdpo_reward_keys if key not in ("score", "acc")]
-    by_components = BY_COMPONENTS in estimator.reads
-    if by_components and own and job.reward.custom_reward_function.path is None:
-        raise ValueError(
-            f"algorithm.gdpo_reward_keys names {own[0]}, which only your own function could return, but "
-            "reward.custom_reward_function.path is not set; name your file"
-        )
-    if by_components and job.reward.overlong_buffer.enable:
-        raise ValueError(
-            "reward.overlong_buffer.enable is true and changes the score, but algorithm.adv_estimator "
-            f"{estimator.name} uses only the reward's components; set enable to false"
-        )
-    multi_turn = job.rollout.multi_turn
-    weights = {key: getattr(multi_turn, key) for key in ("turn_reward_weight", "episode_reward_weight")}
-    if by_components and multi_turn.enable and any(weights.values()):
-        key, weight = next((key, weight) for key, weight in weights.items() if weight)
-        by_default = "" if key in multi_turn.model_fields_set else " by default"
-        raise ValueError(
-            f"rollout.multi_turn.{key} is {weight:g}{by_default} and adds the environment's rewards to the "
-            f"score, but algorithm.adv_estimator {estimator.name} uses only the reward's components; set "
-            f"{' and '.join(weights)} to 0, or adv_estimator to grpo"
-        )
-    if estimator.needs_distribution and job.algorithm.rollout_correction.bypass_mode:
-        raise ValueError(
-            f"algorithm.adv_estimator {estimator.name} reads statistics of the actor's distributions before "
-            "the update, but algorithm.rollout_correction.bypass_mode leaves that call out; set it to false"
-        )
-
-
-def check_adaptive_kl(job: "JobConfig") -> None:
-    """Raise ValueError if a step could bring the adapted coefficient of the KL to 0 or below.
-
-    A step changes it by at most 0.2 * samples / horizon of its value (rolemesh/algos/kl.py).
-    """
-    control, samples = job.algorithm.kl_ctrl, job.data.train_batch_size * job.rollout.n
-    if control.type == "adaptive" and samples >= 5 * control.horizon:
-        raise ValueError(
-            f"algorithm.kl_ctrl.horizon is {control.horizon}, but a step has {samples} samples, so one step "
-            "could bring the adaptive coefficient to 0 or below, which would reward the KL; set horizon to "
-            f"{samples // 5 + 1} or more"
-        )

@@ -74,7 +74,7 @@ ROLE = re.compile(r"^(actor|critic|reference|reward\.reward_model)\.")
 DOTTED = re.compile(r"[^\W\d][\w-]*(\.[^\W\d][\w-]*)*")
 OF_HYDRA = {"+": "; leave out the +", "~": "; a key can only be taken out in the file"}
 KINDS = {bool: "boolean", int: "number", float: "number", str: "string"}
-OF_UNION = re.compile(r"str|int|float|bool|tuple\[.*")  # pydantic's names of a union's kinds
+UNION_MEMBER = re.compile(r"str|int|float|bool|tuple\[.*")  # pydantic's names of a union's kinds
 MAX_FINDINGS = 20  # errors reported at once
 # Helm and JSON hold numbers as doubles. Up to here each whole number has a double of its own; 2^53 and 2^53 + 1
 # have the same one.
@@ -320,9 +320,10 @@ def _joined(findings: list[ErrorDetails]) -> list[ErrorDetails]:
     """Join the findings of one value: a union has one for each kind, with the kind's name in its place."""
     joined: dict[tuple[int | str, ...], ErrorDetails] = {}
     for finding in findings:
-        place, words = finding["loc"], finding["msg"]
+        place = finding["loc"]
+        words = finding["msg"]
         last = max((at for at, part in enumerate(place) if isinstance(part, str)), default=0)
-        if last and finding["type"] != "extra_forbidden" and OF_UNION.fullmatch(str(place[last])):
+        if last and finding["type"] != "extra_forbidden" and UNION_MEMBER.fullmatch(str(place[last])):
             place = (*place[:last], *place[last + 1 :])
         if place in joined:
             words = f"{joined[place]['msg']} or {words.removeprefix('Input should be ')}"
@@ -332,7 +333,8 @@ def _joined(findings: list[ErrorDetails]) -> list[ErrorDetails]:
 
 def _explained(finding: ErrorDetails, schema: type[BaseModel]) -> str:
     path = [part for part in finding["loc"] if isinstance(part, str)]
-    key, given = ".".join(map(str, finding["loc"])), f"{finding['input']!r:.200}"
+    key = ".".join(map(str, finding["loc"]))
+    given = f"{finding['input']!r:.200}"
     match finding["type"]:
         case "extra_forbidden":
             return f"unknown key {key!r:.200}{_hint(schema, path)}"
@@ -396,8 +398,16 @@ def leaves(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from leaves(section, f"{prefix}{name}.")
 
 
+def value_at(section: Config, key: str) -> object:
+    """Return the value of a dotted key of a section."""
+    value: object = section
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
 # The rule for every key of the job file: it has an effect, or it is refused with a message, or the run starts
-# with a warning (docs/decisions/0009-no-key-is-ignored-in-silence.md, switches.py).
+# with a warning (docs/decisions/0009-no-key-is-ignored-in-silence.md, unused_keys.py).
 @dataclass(frozen=True)
 class NoEffect:
     """Marks a field that is accepted without effect, because other systems' job files have it.

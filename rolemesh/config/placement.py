@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema
 
-from rolemesh.catalog.roles import ROLES, stateless_roles
+from rolemesh.catalog.role_specs import ROLES, stateless_roles
 from rolemesh.config.base import Config
 from rolemesh.config.yaml_file import read_yaml
 from rolemesh.errors import InvalidConfig
@@ -103,14 +103,16 @@ def place(placement: PlacementConfig, roles: Sequence[str]) -> dict[str, tuple[s
             f"placement.strategy is {placement.strategy!r}; expected one of {', '.join(known)}"
             + (f"; did you mean {near[0]!r}?" if near else "")
         )
-    table, where = known[placement.strategy], f"placement.strategy {placement.strategy}"
+    table = known[placement.strategy]
+    where = f"placement.strategy {placement.strategy}"
     if placement.groups and table:
         own = ", ".join(name for name, groups in known.items() if not groups)
         raise InvalidConfig(
             f"placement.groups is set, but {where} has its own groups; set placement.strategy to {own}"
         )
     if not table:
-        table, where = placement.groups, "placement.groups"
+        table = placement.groups
+        where = "placement.groups"
     _check(table, roles, where)
     groups = {name: tuple(role for role in members if role in roles) for name, members in table.items()}
     groups = {name: members for name, members in groups.items() if members}

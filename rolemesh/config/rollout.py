@@ -17,8 +17,10 @@ CHUNKS_PER_BATCH = 4
 
 # Rows of an engine, and the part of the device's memory that it reserves, if the job file does not say. vLLM
 # takes OWN_SHARE and own_rows of a GPU that it has alone.
-ROWS, SHARE = 256, 0.5
-MOST_OWN_ROWS, OWN_SHARE = 1024, 0.9
+ROWS = 256
+SHARE = 0.5
+MOST_OWN_ROWS = 1024
+OWN_SHARE = 0.9
 EARLIER_DEFAULTS = {"gpu_memory_utilization": SHARE}  # in job files that were resolved before it could be null
 
 # If sampling truncates, the trainer gets every token that could be sampled, [B, T, top_k].

@@ -12,7 +12,8 @@ from rolemesh.config.base import Config
 # of rollout_rs: the statistic, and the estimator of the divergence. There is no seq_max_k1: k1 is signed
 CRITERIA = (
     *(f"{over}_{k}" for over in ("token", "seq_sum", "seq_mean") for k in ("k1", "k2", "k3")),
-    *("seq_max_k2", "seq_max_k3"),
+    "seq_max_k2",
+    "seq_max_k3",
 )
 
 
@@ -162,7 +163,8 @@ def _bounds(key: str, text: str, *, single_from: float) -> tuple[float | None, f
     try:
         low, high = (float(first), float(second)) if underscore else (None, float(first))
     except ValueError:
-        low, high = None, math.nan
+        low = None
+        high = math.nan
     if not (0 < high < math.inf and (low is None or 0 < low <= high)):
         raise ValueError(f'{key} is {text!r}; expected a number above 0, or two as in "0.5_2.0"')
     if low is None and high < single_from:

@@ -69,7 +69,8 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: Node | None, index: Any) -> Node | None:
         event = self.peek_event()  # type: ignore[no-untyped-call]
-        others, before = self._deepest, self._num_values
+        others = self._deepest
+        before = self._num_values
         self._depth += 1
         self._deepest = self._depth
         if self._depth > MAX_DEPTH:  # stops the recursion
@@ -162,9 +163,11 @@ def parse_yaml(text: str, where: str) -> Any:
         return _Loader(text).get_single_data()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        line, problem = mark.line + 1 if mark else 1, ", ".join(filter(None, (error.context, error.problem)))
+        line = mark.line + 1 if mark else 1
+        problem = ", ".join(filter(None, (error.context, error.problem)))
     except yaml.reader.ReaderError as error:
-        line, problem = text.count("\n", 0, error.position) + 1, f"character {error.character:#x} in it"
+        line = text.count("\n", 0, error.position) + 1
+        problem = f"character {error.character:#x} in it"
     raise InvalidConfig(one_line(f"{where}, line {line}: {problem:.300}"))
 
 
@@ -174,7 +177,8 @@ def parse_value(text: str, where: str) -> Any:
     Raises:
         InvalidConfig: as parse_yaml; or it has a comment, which YAML would leave out: `run #1` would be `run`.
     """
-    value, end = parse_yaml(text, where), 0
+    value = parse_yaml(text, where)
+    end = 0
     for token in yaml.scan(text, Loader=_Loader):
         if "#" in text[end : token.start_mark.index]:
             raise InvalidConfig(one_line(f"{where}: # begins a comment here; put a text with a # in quotes"))

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from rolemesh.data.messages import Message
+from rolemesh.data.message_cells import Message
 from rolemesh.data.texts import end_tokens
 from rolemesh.errors import InvalidData
 
@@ -91,7 +91,8 @@ def render(
         InvalidData: the template refuses the conversation, or writes earlier turns differently once others
             follow, so the assistant's tokens cannot be found.
     """
-    variables, ends = variables or {}, ends or TurnEnds(tokenizer)
+    variables = variables or {}
+    ends = ends or TurnEnds(tokenizer)
     if GENERATION.search(template := tokenizer.get_chat_template(tools=list(tools) or None)):
         try:
             [text], [spans] = render_jinja_template(
@@ -158,7 +159,8 @@ def tokenised(tokenizer: Any, rendered: Sequence[Rendered]) -> list[tuple[list[i
 
 
 def _turns(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[int]:
-    turns, number = [], 0
+    turns = []
+    number = 0
     for begin, end in offsets:
         while number < len(spans) and begin >= spans[number][1]:
             number += 1

@@ -22,7 +22,9 @@ import pyarrow.parquet as pq
 ROWS_AT_ONCE = 64
 SPARE_BYTES = 64 << 20  # memory beyond the limit, for decompressing a page and for writing
 MERGED_BYTES = 64 << 20  # merge batches into parts of about this size: a table of very many parts is slow
-TOO_LARGE, IO_ERROR = 3, 4  # exit codes of the reader
+# exit codes of the reader
+TOO_LARGE = 3
+IO_ERROR = 4
 AS = resource.RLIMIT_AS
 
 
@@ -69,7 +71,8 @@ def _merged(stream: Any) -> Iterator[pa.Table]:
             num_bytes += batch.nbytes
             if num_bytes > MERGED_BYTES:
                 yield pa.Table.from_batches(waiting).combine_chunks()
-                waiting, num_bytes = [], 0
+                waiting = []
+                num_bytes = 0
         yield pa.Table.from_batches(waiting, batches.schema).combine_chunks()
 
 
@@ -77,7 +80,8 @@ def _send(file: str, column: str, max_bytes: int) -> None:
     pa.set_memory_pool(pa.system_memory_pool())  # the other pools reserve memory in advance
     if sys.platform == "linux":
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most, (_, hard) = pages * resource.getpagesize() + max_bytes + SPARE_BYTES, resource.getrlimit(AS)
+        most = pages * resource.getpagesize() + max_bytes + SPARE_BYTES
+        _, hard = resource.getrlimit(AS)
         resource.setrlimit(AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
     num_bytes = 0
     with pq.ParquetFile(file, pre_buffer=False) as opened:

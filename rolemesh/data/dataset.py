@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from rolemesh.catalog.agents import AGENTS, ONE_TURN
 from rolemesh.config.data import DataConfig
 from rolemesh.config.reward import RewardConfig
-from rolemesh.data.messages import as_read, is_chat, unwritten
+from rolemesh.data.message_cells import as_read, is_chat, unwritten
 from rolemesh.data.order import Rows, permutation
 from rolemesh.data.progress_bar import track
-from rolemesh.data.source import load_rows
+from rolemesh.data.row_source import load_rows
 from rolemesh.data.templates import check_template, writes_arguments_as_text
 from rolemesh.data.texts import padding_token
 from rolemesh.dataproto import DataProto
@@ -78,7 +78,10 @@ class PromptDataset:
     ) -> None:
         check_template(tokenizer, config.apply_chat_template_kwargs)
         self._as_text = writes_arguments_as_text(tokenizer, config.apply_chat_template_kwargs)
-        self.config, self.split, self._agents, self._scored = config, split, agents, scored
+        self.config = config
+        self.split = split
+        self._agents = agents
+        self._scored = scored
         self._reward = reward
         self.pad_id = padding_token(tokenizer)
         self._source = load_rows(files, config, split, "prompts" if scored else "bare prompts")
@@ -210,8 +213,8 @@ class PromptDataset:
                 **self.config.apply_chat_template_kwargs,
             )
         except Exception as error:  # the template is the model's code and may raise anything
-            said = f"is refused by the chat template: {error}"
-            raise self._wrong(position, self.config.prompt_key, said) from error
+            why = f"is refused by the chat template: {error}"
+            raise self._wrong(position, self.config.prompt_key, why) from error
         if found := unwritten(messages, text):
             raise self._wrong(position, self.config.prompt_key, found)
         return text
@@ -234,7 +237,8 @@ class PromptDataset:
         A text of more than `_most_characters` has more tokens than a prompt may have. Only that many characters
         at the start, at the end or at both are tokenised: those that data.truncation keeps.
         """
-        most, ends = self._most_characters, self.config.truncation
+        most = self._most_characters
+        ends = self.config.truncation
         cut = [text if len(text) <= most else _ends(text, most, ends) for text in texts]
         ids: list[list[int]] = tokenizer(cut, add_special_tokens=False)["input_ids"]
         for at, text in enumerate(texts):
@@ -245,7 +249,8 @@ class PromptDataset:
 
     def _within_length(self, position: int, num_characters: int, ids: list[int]) -> list[int] | None:
         """Cut the ids as data.truncation says; None if filter_overlong_prompts drops the prompt."""
-        limit, how = self.config.max_prompt_length, self.config.truncation
+        limit = self.config.max_prompt_length
+        how = self.config.truncation
         if len(ids) <= limit:
             return ids
         if self.config.filter_overlong_prompts:
@@ -312,7 +317,9 @@ def check_scoring(
     Raises:
         InvalidData: it does not, or they cannot.
     """
-    source, scored_by, extra = row[config.reward_fn_key], row[config.reward_model_key], row.get("extra_info")
+    source = row[config.reward_fn_key]
+    scored_by = row[config.reward_model_key]
+    extra = row.get("extra_info")
     # A struct of nulls comes as {}, and says as little as null.
     scored_by, extra = ({} if cell is None else cell for cell in (scored_by, extra))
     for column, cell, kind in (

@@ -131,7 +131,8 @@ def read_answered_rows(files: Sequence[str | Path], config: DataConfig, layout: 
     Raises:
         InvalidData: as FileRows; or a file has no such columns.
     """
-    one, pair = (config.prompt_key, config.response_key), (config.chosen_key, config.rejected_key)
+    one = (config.prompt_key, config.response_key)
+    pair = (config.chosen_key, config.rejected_key)
     wanted = [pair] if layout == "pairs" else [(config.messages_key,), one]
     columns = [column for key in (config.messages_key, *one, *pair) for column in (key, key.partition(".")[0])]
     rows = FileRows(files, (), tuple(dict.fromkeys((*columns, config.tools_key, config.reward_fn_key))))

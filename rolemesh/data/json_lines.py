@@ -29,7 +29,8 @@ class JsonTable:
     """Rows as lines of JSON, each parsed when it is read. Has the methods of a pyarrow.Table that rows need."""
 
     def __init__(self, lines: Sequence[bytes], columns: Sequence[str]) -> None:
-        self._lines, self.column_names = lines, columns
+        self._lines = lines
+        self.column_names = columns
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -56,7 +57,9 @@ def read_json_table(
         InvalidData: no such file, no rows, or as `records`; a row lacks a required column, or one of these
             columns nests too deeply; or the file unpacks to more than is read from one file.
     """
-    lines, num_bytes, having = [], 0, set[str]()
+    lines = []
+    num_bytes = 0
+    having = set[str]()
     for at, line, row in records(file):
         where = f"{file}, row {at}"
         if missing := [column for column in required if column not in row]:

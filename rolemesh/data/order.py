@@ -31,7 +31,8 @@ class PromptOrder:
     """
 
     def __init__(self, num_rows: int, config: DataConfig) -> None:
-        self.num_rows, self.batch_size = num_rows, config.prompts_at_once
+        self.num_rows = num_rows
+        self.batch_size = config.prompts_at_once
         if num_rows < self.batch_size:
             key = "gen_batch_size" if config.gen_batch_size else "train_batch_size"
             raise InvalidData(f"{num_rows} prompts do not fill one batch of data.{key} {self.batch_size}")

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from rolemesh.data.messages import Message, is_chat
-from rolemesh.data.supervised import Conversation, Ids, Row, RowsWithResponses, cell
+from rolemesh.data.message_cells import Message, is_chat
+from rolemesh.data.supervised import Ids, LearnedMessages, Row, RowsWithResponses, cell
 
 
 class PairDataset(RowsWithResponses):
     """Rows of two conversations, which begin alike: the chosen one, and the rejected one in a context of its
-    own. So whatever shuffles, deals or cuts rows keeps a pair together, and a prompt is computed once where
+    own. So whatever shuffles, shards or cuts rows keeps a pair together, and a prompt is computed once where
     padding is removed (docs/decisions/0023-a-pair-is-a-row.md).
 
     A row of the files has a prompt (text or messages), and chosen and rejected (text, or the messages after
@@ -23,7 +23,7 @@ class PairDataset(RowsWithResponses):
 
     layout = "pairs"
 
-    def _conversations(self, position: int, row: Mapping[str, Any]) -> list[Conversation]:
+    def _conversations(self, position: int, row: Mapping[str, Any]) -> list[LearnedMessages]:
         config = self.config
         keys = config.chosen_key, config.rejected_key
         prompt: list[Message] = []
@@ -31,7 +31,8 @@ class PairDataset(RowsWithResponses):
             prompt = self._chat(position, config.prompt_key, given, "user")
         sides = [self._chat(position, key, cell(row, key), "assistant" if prompt else "") for key in keys]
         if not prompt or all(side[0].get("role") != "assistant" for side in sides):
-            stated, prompt = prompt, _common(*sides)
+            stated = prompt
+            prompt = _common(*sides)
             if not _holds(prompt, stated):
                 raise self._wrong(
                     position,
@@ -50,7 +51,9 @@ class PairDataset(RowsWithResponses):
                     f"should hold the assistant's answer after a prompt; it has {side!r:.200}",
                 )
         self._check_prompt(position, config.prompt_key if given else keys[0], prompt)
-        return [Conversation(key, [*prompt, *side], len(prompt)) for key, side in zip(keys, sides, strict=True)]
+        return [
+            LearnedMessages(key, [*prompt, *side], len(prompt)) for key, side in zip(keys, sides, strict=True)
+        ]
 
     def _chat(self, position: int, key: str, value: Any, role: str) -> list[Message]:
         """Return the messages of a cell. Text is one message of this role; without a role it is refused."""
@@ -63,9 +66,10 @@ class PairDataset(RowsWithResponses):
 
     def _row(self, position: int, conversations: list[tuple[Ids, Ids]]) -> Row | None:
         """Join the pair; None if it is too long and filter_overlong_prompts drops it."""
-        (chosen, said), (rejected, instead) = conversations
+        (chosen, chosen_turns), (rejected, rejected_turns) = conversations
         ids = np.concatenate([chosen, rejected])
-        turns = np.concatenate([said, instead + np.sign(instead) * said.max()])
+        later = rejected_turns + np.sign(rejected_turns) * chosen_turns.max()
+        turns = np.concatenate([chosen_turns, later])
         contexts = np.repeat(np.arange(2, dtype=np.int32), [len(chosen), len(rejected)])
         begin = self._begin(turns)
         if len(ids) - begin <= self.config.max_response_length:

@@ -146,7 +146,8 @@ def _check_claim(metadata: Any, wanted: Sequence[str], file: Path) -> None:
     claims: dict[str, tuple[int, int]] = {}  # path to bytes and values
     for chunk in _chunks(metadata):
         num_bytes, num_values = claims.get(chunk.path_in_schema, (0, 0))
-        num_bytes, num_values = num_bytes + chunk.total_uncompressed_size, num_values + chunk.num_values
+        num_bytes = num_bytes + chunk.total_uncompressed_size
+        num_values = num_values + chunk.num_values
         claims[chunk.path_in_schema] = num_bytes, num_values
     for path, (num_bytes, num_values) in claims.items():
         for column in wanted:
@@ -180,7 +181,8 @@ def _read(opened: Any, wanted: Sequence[str], file: Path) -> pa.Table:
 def _read_groups(opened: Any, wanted: Sequence[str], file: Path) -> pa.Table:
     """Read columns one row group at a time. Raises InvalidData once a column is too large."""
     # Not schema_arrow.empty_table(): Arrow makes none of its JSON type within a list or struct.
-    groups, sizes = [opened.read_row_groups([], columns=wanted).select(wanted)], dict.fromkeys(wanted, 0)
+    groups = [opened.read_row_groups([], columns=wanted).select(wanted)]
+    sizes = dict.fromkeys(wanted, 0)
     for at in range(opened.num_row_groups if wanted else 0):
         groups.append(opened.read_row_group(at, columns=wanted).select(wanted))
         for column in wanted:
@@ -203,7 +205,8 @@ def unpacked_bytes(array: Any) -> int:
         return LIST_BYTES * len(array) + unpacked_bytes(array.flatten())
     if not pa.types.is_dictionary(kind) or not _has_lengths(kind.value_type):
         return int(array.nbytes)
-    lengths, total = pc.binary_length(array.dictionary), array.indices.nbytes
+    lengths = pc.binary_length(array.dictionary)
+    total = array.indices.nbytes
     for first in range(0, len(array), AT_ONCE):
         total += pc.sum(lengths.take(array.indices.slice(first, AT_ONCE))).as_py() or 0
     return int(total)

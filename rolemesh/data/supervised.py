@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from rolemesh.config.data import DataConfig
 from rolemesh.data.assistant import Rendered, TurnEnds, render, tokenised
 from rolemesh.data.dataset import TOKENISE_AT_ONCE, digest_of, limited
-from rolemesh.data.messages import Message, as_read, is_chat, unwritten
+from rolemesh.data.message_cells import Message, as_read, is_chat, unwritten
 from rolemesh.data.order import Rows
 from rolemesh.data.progress_bar import track
-from rolemesh.data.source import load_rows
+from rolemesh.data.row_source import load_rows
 from rolemesh.data.templates import OWN_TEMPLATE, check_template, writes_arguments_as_text
 from rolemesh.data.texts import padding_token
 from rolemesh.dataproto import DataProto
@@ -32,7 +32,7 @@ Ids = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class Conversation:
+class LearnedMessages:
     """Messages, and how many of them are not learned although the assistant may say them."""
 
     column: str
@@ -84,7 +84,9 @@ class RowsWithResponses:
         *,
         split: Literal["train", "val"] = "train",
     ) -> None:
-        self.config, self.split, self._variables = config, split, config.apply_chat_template_kwargs
+        self.config = config
+        self.split = split
+        self._variables = config.apply_chat_template_kwargs
         check_template(tokenizer, self._variables)
         self._as_text = writes_arguments_as_text(tokenizer, self._variables)
         self._ends = TurnEnds(tokenizer)
@@ -139,16 +141,20 @@ class RowsWithResponses:
         Its columns are prompts [B, P] and prompt_mask, responses [B, T], response_mask (True on what is
         learned) and turns, uid and data_source; of pairs contexts, too.
         """
-        prompt, response = self.config.max_prompt_length, self.config.max_response_length
+        prompt = self.config.max_prompt_length
+        response = self.config.max_response_length
         size = len(indices)
         prompts, responses = (np.full((size, width), self.pad_id, np.int64) for width in (prompt, response))
         mask = np.zeros((size, prompt), bool)
         turns, contexts = np.zeros((2, size, response), np.int64)
         for number, index in enumerate(indices):
             row = self._rows[index]
-            begin, end = row.begin, len(row.ids) - row.begin
-            prompts[number, prompt - begin :], mask[number, prompt - begin :] = row.ids[:begin], True
-            responses[number, :end], turns[number, :end] = row.ids[begin:], row.turns[begin:]
+            begin = row.begin
+            end = len(row.ids) - row.begin
+            prompts[number, prompt - begin :] = row.ids[:begin]
+            mask[number, prompt - begin :] = True
+            responses[number, :end] = row.ids[begin:]
+            turns[number, :end] = row.turns[begin:]
             contexts[number, :end] = row.contexts[begin:]
         columns = {"prompts": prompts, "prompt_mask": mask, "responses": responses, "turns": turns}
         columns |= {"response_mask": turns > 0} | ({"contexts": contexts} if self.layout == "pairs" else {})
@@ -168,7 +174,7 @@ class RowsWithResponses:
 
     # ------------------------------------------------------------------------------- at start
 
-    def _conversations(self, position: int, row: Mapping[str, Any]) -> list[Conversation]:
+    def _conversations(self, position: int, row: Mapping[str, Any]) -> list[LearnedMessages]:
         """Return the conversations of a row of the files; none leaves it out."""
         raise NotImplementedError
 
@@ -194,7 +200,7 @@ class RowsWithResponses:
                 source = str(row.get(self.config.reward_fn_key) or "data")
                 yield position, source, [self._learned(position, each, *ids) for each, ids in made]
 
-    def _rendered(self, position: int, row: Mapping[str, Any], of: Conversation, tokenizer: Any) -> Rendered:
+    def _rendered(self, position: int, row: Mapping[str, Any], of: LearnedMessages, tokenizer: Any) -> Rendered:
         tools = self._tools(position, row)
         try:
             rendered = render(tokenizer, of.messages, tools, self._variables, self._ends)
@@ -245,7 +251,7 @@ class RowsWithResponses:
             )
         return tools
 
-    def _learned(self, position: int, of: Conversation, ids: list[int], turns: list[int]) -> tuple[Ids, Ids]:
+    def _learned(self, position: int, of: LearnedMessages, ids: list[int], turns: list[int]) -> tuple[Ids, Ids]:
         """Return the ids and turns of a conversation, without the turns that are given."""
         given = sum(message.get("role") == "assistant" for message in of.messages[: of.given])
         counted = np.array([_without(turn, given) for turn in turns], np.int32)
@@ -283,12 +289,14 @@ class SupervisedDataset(RowsWithResponses):
 
     layout = "responses"
 
-    def _conversations(self, position: int, row: Mapping[str, Any]) -> list[Conversation]:
+    def _conversations(self, position: int, row: Mapping[str, Any]) -> list[LearnedMessages]:
         config = self.config
         if row.get(config.messages_key) is not None:
-            column, messages = config.messages_key, row[config.messages_key]
+            column = config.messages_key
+            messages = row[config.messages_key]
         else:
-            column, prompt = config.response_key, cell(row, config.prompt_key)
+            column = config.response_key
+            prompt = cell(row, config.prompt_key)
             response = cell(row, column)
             if not isinstance(response, str) or not response:
                 raise self._wrong(position, column, f"should hold text; it holds {response!r:.200}")
@@ -304,7 +312,7 @@ class SupervisedDataset(RowsWithResponses):
             raise self._wrong(
                 position, column, f"should hold a list of {{role, content}}; it holds {messages!r:.200}"
             )
-        return [Conversation(column, self._messages(position, column, messages))]
+        return [LearnedMessages(column, self._messages(position, column, messages))]
 
     def _row(self, position: int, conversations: list[tuple[Ids, Ids]]) -> Row | None:
         """Cut the conversation as data.truncation says.
@@ -312,7 +320,8 @@ class SupervisedDataset(RowsWithResponses):
         None if filter_overlong_prompts drops the row, or nothing that is learned is left of it.
         """
         [(ids, turns)] = conversations
-        config, longest = self.config, self.config.max_response_length
+        config = self.config
+        longest = self.config.max_response_length
         begin = self._begin(turns)
         if len(ids) - begin > longest:
             if config.filter_overlong_prompts:
@@ -328,7 +337,8 @@ class SupervisedDataset(RowsWithResponses):
                     "set data.filter_overlong_prompts to leave such rows out, or data.truncation to left or "
                 )
                 raise self._too_long(position, len(ids), begin, way_out + "right")
-            ids, turns = ids[kept], turns[kept]
+            ids = ids[kept]
+            turns = turns[kept]
         return Row(ids, turns, 0 * turns, self._begin(turns)) if (turns[1:] > 0).any() else None
 
 

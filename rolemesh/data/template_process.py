@@ -56,7 +56,8 @@ def _try(template: str, variables: dict[str, Any]) -> None:
 def _limit(seconds: int) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     if sys.platform == "linux":
-        pages, (_, hard) = int(Path("/proc/self/statm").read_text().split()[0]), resource.getrlimit(AS)
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        _, hard = resource.getrlimit(AS)
         most = pages * resource.getpagesize() + MOST_BYTES
         resource.setrlimit(AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 

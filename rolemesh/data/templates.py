@@ -32,7 +32,8 @@ def check_template(tokenizer: Any, variables: Mapping[str, Any]) -> None:
     Raises:
         InvalidData: it has none, it exceeds the limits, or the process got no processor to try it.
     """
-    name, template = tokenizer.name_or_path, getattr(tokenizer, "chat_template", None)
+    name = tokenizer.name_or_path
+    template = getattr(tokenizer, "chat_template", None)
     if not template:
         raise InvalidData(
             f"the tokenizer of {name!r} has no chat template, which rows need; take a model that has one, or "

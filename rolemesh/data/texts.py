@@ -20,7 +20,8 @@ class ResponseTexts:
     """
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool) -> None:
-        self.tokenizer, self._skip = tokenizer, skip_special_tokens
+        self.tokenizer = tokenizer
+        self._skip = skip_special_tokens
         self._unseen = frozenset[int]() if skip_special_tokens else end_and_padding(tokenizer)
 
     def __call__(self, ids: Sequence[Sequence[int]]) -> list[str]:

@@ -127,7 +127,9 @@ class DataProto:
             columns = {**self.non_tensors, name: value}
         num_rows = None if self.columns == [name] else self.num_rows
         checked = DataProto(tensors, columns, num_rows=num_rows)
-        self.tensors, self.non_tensors, self.num_rows = checked.tensors, checked.non_tensors, checked.num_rows
+        self.tensors = checked.tensors
+        self.non_tensors = checked.non_tensors
+        self.num_rows = checked.num_rows
 
     def _rows(self, index: Index) -> DataProto:
         if isinstance(index, int | np.integer):
@@ -241,7 +243,9 @@ class DataProto:
         Raises:
             InvalidBatch: two batches differ in length, or in a column or meta value of one name.
         """
-        tensors, columns, meta = dict(self.tensors), dict(self.non_tensors), dict(self.meta_info)
+        tensors = dict(self.tensors)
+        columns = dict(self.non_tensors)
+        meta = dict(self.meta_info)
         num_rows = self.num_rows
         for other in others:
             num_rows = other.num_rows if num_rows is None else num_rows
@@ -273,10 +277,12 @@ class DataProto:
         first = data[0]
         for other in data[1:]:
             check_alike(first.tensors, other.tensors, set(first.columns), set(other.columns))
-        columns = {name: joined_column(name, [p.non_tensors[name] for p in data]) for name in first.non_tensors}
         return DataProto(
             {name: torch.cat([part.tensors[name] for part in data]) for name in first.tensors},
-            columns,
+            {
+                name: joined_column(name, [part.non_tensors[name] for part in data])
+                for name in first.non_tensors
+            },
             joined_meta([part.meta_info for part in data]),
             None if all(part.num_rows is None for part in data) else sum(map(len, data)),
         )
@@ -348,7 +354,8 @@ class DataProto:
         if sorted(order.tolist()) != list(range(len(self))):
             raise InvalidBatch(f"reorder needs a permutation of {len(self)} rows")
         other = self.select_idxs(order)
-        self.tensors, self.non_tensors = other.tensors, other.non_tensors
+        self.tensors = other.tensors
+        self.non_tensors = other.non_tensors
 
     def to(self, device: torch.device | str) -> DataProto:
         """Return the batch with its tensors on `device`."""

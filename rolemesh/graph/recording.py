@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rolemesh.catalog.catalog import load
-from rolemesh.catalog.roles import ROLES
+from rolemesh.catalog.role_specs import ROLES
 from rolemesh.columns import COLUMNS
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
@@ -35,12 +35,15 @@ from rolemesh.v1.environment_pb2 import (
     OpenEpisodeRequest,
     OpenEpisodeResponse,
 )
-from rolemesh.weights.source import Fits, WeightSource
+from rolemesh.weights.weight_source import Fits, WeightSource
 
 Page = Callable[[DataProto, Roles], Awaitable[object]]
 
 # Sizes of the recorded batches: enough for groups of responses, small enough to cost nothing.
-NUM_PROMPTS, PROMPT_TOKENS, RESPONSE_TOKENS, KEPT_TOKENS = 2, 3, 4, 5
+NUM_PROMPTS = 2
+PROMPT_TOKENS = 3
+RESPONSE_TOKENS = 4
+KEPT_TOKENS = 5
 PAGE = "controller.page"  # writes the columns that the page itself sets
 FROM_THE_DATA = ("prompts", "prompt_mask", "uid", "data_source", "reward_model", "extra_info")
 ANSWERED = ("prompts", "prompt_mask", "responses", "response_mask", "turns", "uid", "data_source")
@@ -131,7 +134,8 @@ class Recorder:
                     f"{way_out}. The batch has {sorted(batch.columns)}"
                 )
             if name in batch.tensors and name in COLUMNS:
-                wanted, got = _blank(name, len(batch), self.job), batch.tensors[name]
+                wanted = _blank(name, len(batch), self.job)
+                got = batch.tensors[name]
                 if (wanted.shape, wanted.dtype) != (got.shape, got.dtype):
                     raise InvalidBatch(
                         f"{self.graph.title}: {reader} reads column {name!r} as "

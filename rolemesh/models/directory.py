@@ -91,7 +91,8 @@ def weight_files(directory: Path) -> list[Path]:
     Raises:
         ModelNotFound: the index is damaged, or names a file elsewhere.
     """
-    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    single = directory / "model.safetensors"
+    index = directory / "model.safetensors.index.json"
     if single.is_file() or not index.is_file():
         return [single] if single.is_file() else []
     try:

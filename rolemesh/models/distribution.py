@@ -48,7 +48,7 @@ class TokenStats(NamedTuple):
         return TokenStats(function(self.log_probs), entropys, squares)
 
 
-class Wanted(NamedTuple):
+class WantedStatistics(NamedTuple):
     """The statistics to compute, and the temperature of the distribution.
 
     Args:
@@ -96,7 +96,7 @@ def distribution_stats(
     hidden: Tensor,
     drawn: Tensor,
     kept_ids: Tensor | None,
-    wanted: Wanted,
+    wanted: WantedStatistics,
     vocabulary_head: VocabularyHead | None = None,
 ) -> TokenStats:
     """Compute TokenStats [n] of the tokens that were sampled after the hidden states.
@@ -113,10 +113,12 @@ def distribution_stats(
     num_tokens = len(hidden)
     if 0 < num_tokens < MIN_MATRIX_ROWS:
         again = torch.arange(MIN_MATRIX_ROWS, device=hidden.device) % num_tokens
-        hidden, drawn = hidden[again], drawn[again]
+        hidden = hidden[again]
+        drawn = drawn[again]
         kept_ids = None if kept_ids is None else kept_ids[again]
 
-    learns, memory_bytes = torch.is_grad_enabled(), device_memory(hidden.device)
+    learns = torch.is_grad_enabled()
+    memory_bytes = device_memory(hidden.device)
 
     def of_chunk(hidden: Tensor, drawn: Tensor, kept_ids: Tensor | None) -> TokenStats:
         if learns or memory_bytes is not None:

@@ -7,7 +7,6 @@ from operator import attrgetter
 from typing import Any
 
 from rolemesh import hub
-from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
 from rolemesh.config.base import Config
 from rolemesh.config.model import ModelConfig
@@ -18,7 +17,7 @@ MODELS = ("actor.model", "critic.model", "reference.model", "reward.reward_model
 
 def models_of(job: JobConfig) -> dict[str, ModelConfig]:
     """Return the model of each role that loads one; the actor's also gives every job its tokenizer."""
-    return {role: ROLES[role].model(job) for role in job.roles if role == "actor" or job.on_device(role)}
+    return {role: job.model_of(role) for role in job.roles if role == "actor" or job.on_device(role)}
 
 
 def fetched(job: JobConfig) -> JobConfig:

@@ -16,9 +16,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATIO
 from rolemesh.config.model import ModelConfig
 from rolemesh.errors import InvalidConfig
 from rolemesh.models.loading import load_body, load_body_outline, load_score_head, model_directory
-from rolemesh.ranks.agreement import on_first
-from rolemesh.ranks.files import copied, write_rows
+from rolemesh.ranks.collective_errors import on_first
 from rolemesh.ranks.ranks import Ranks
+from rolemesh.ranks.sharded_files import copied, write_rows
 
 
 class VocabularyHead(nn.Module):
@@ -39,7 +39,8 @@ class VocabularyHead(nn.Module):
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype, wide: bool) -> None:
         super().__init__()
-        self.linear, self._dtype = linear, dtype
+        self.linear = linear
+        self._dtype = dtype
         self._logits = torch.float32 if wide else dtype
         self._keeps = False
         self._cast: Tensor | None = None
@@ -77,7 +78,8 @@ class VocabularyHead(nn.Module):
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Cast the weight at most once within the context, where it must not change."""
-        outer, self._keeps = self._keeps, True
+        outer = self._keeps
+        self._keeps = True
         try:
             yield
         finally:
@@ -96,7 +98,8 @@ class VocabularyHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Map hidden states [..., H] to logits [..., V]."""
         with torch.autocast(hidden.device.type, enabled=False):
-            rows, narrow = hidden.flatten(0, -2), self._narrow_weight()
+            rows = hidden.flatten(0, -2)
+            narrow = self._narrow_weight()
             logits = head_product(rows, self.weight, narrow, self._logits)
             if self.linear.bias is not None:
                 logits = logits + self.linear.bias.to(self._dtype).to(logits.dtype)
@@ -110,7 +113,8 @@ class HeadProduct(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, narrow: Tensor, logits: torch.dtype) -> Tensor:
         rounded = hidden.to(narrow.dtype)
         ctx.save_for_backward(rounded, narrow)
-        ctx.hidden, ctx.weight = hidden.dtype, weight.dtype
+        ctx.hidden = hidden.dtype
+        ctx.weight = weight.dtype
         return product(rounded, narrow.t(), logits)
 
     @staticmethod

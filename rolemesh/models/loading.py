@@ -29,7 +29,7 @@ from rolemesh.config.model import AMPERE, ModelConfig, PolicyModelConfig, chosen
 from rolemesh.errors import ModelNotFound, unreadable
 from rolemesh.models.directory import described_directory, existing_directory
 from rolemesh.models.supported import SCORE_HEADS, attention_of, check_unread
-from rolemesh.ranks.files import reading
+from rolemesh.ranks.sharded_files import reading
 
 log = logging.getLogger(__name__)
 
@@ -234,7 +234,7 @@ def hold_base(model: nn.Module, dtype: str) -> None:
     _hold(model, getattr(torch, dtype), exactly=True)
 
 
-def _hold(model: nn.Module, kind: torch.dtype, exactly: bool = False) -> None:
+def _hold(model: nn.Module, kind: torch.dtype, *, exactly: bool = False) -> None:
     if kind == torch.float32:
         return
     users: dict[int, list[nn.Module]] = {}
@@ -342,7 +342,7 @@ def _without_dropout(settings: Any) -> None:
 
     With dropout, old log-probabilities and the update would be of different policies. Without it, a role also
     has no random state to save. Blocks apply dropout themselves, and are in training mode during an update; the
-    modules inside them are not (rolemesh/training/loop.py), so other noise is off.
+    modules inside them are not (rolemesh/training/update_loop.py), so other noise is off.
     """
     for key, value in settings.to_dict().items():
         if "drop" in key and isinstance(value, float):

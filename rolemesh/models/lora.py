@@ -28,16 +28,17 @@ from rolemesh.errors import InvalidConfig, unreadable
 from rolemesh.hub import is_name
 from rolemesh.models.directory import ADAPTER_FILE
 from rolemesh.models.loading import load_state, named_weights
-from rolemesh.ranks.agreement import on_first
-from rolemesh.ranks.files import copied, write_rows
+from rolemesh.ranks.collective_errors import on_first
 from rolemesh.ranks.ranks import Ranks
+from rolemesh.ranks.sharded_files import copied, write_rows
 from rolemesh.ranks.sharding import local, memory_of, own_rows, whole
 
 if TYPE_CHECKING:
     from peft import LoraConfig  # imported where there is an adapter: it takes a second
 
 ALL_LINEAR = "all-linear"
-WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", ADAPTER_FILE
+WEIGHTS_FILE = "adapter_model.safetensors"
+CONFIG_FILE = ADAPTER_FILE
 BASE_FILE = "base_model.xxh3"
 # Keys of an adapter's configuration that, with the rank, determine the scale of B·A.
 SCALING = ("lora_alpha", "use_rslora", "alpha_pattern")
@@ -68,7 +69,9 @@ class Adapter:
         from peft import inject_adapter_in_model
         from peft.tuners.lora import LoraLayer
 
-        self._config, self._seed, self._ranks = config, seed, ranks or Ranks.alone()
+        self._config = config
+        self._seed = seed
+        self._ranks = ranks or Ranks.alone()
         self._lora = _read_config(config) if config.lora_adapter_path else _new_config(config)
         _check_targets(model, self._lora)
         with torch.random.fork_rng(devices=[]):  # A is drawn here, and drawn again below
@@ -149,7 +152,7 @@ class Adapter:
         """Copy the adapter to host memory. Return what writes the copy in peft's layout, with the base model's
         checksum. Every rank calls both."""
         tensors = copied({_on_disk(name): tensor for name, tensor in self.weights.items()}, self._ranks)
-        checksum = self._base_checksum  # computed here: the model may be parked while the copy is written
+        checksum = self._base_checksum  # computed here: the model may be offloaded while the copy is written
 
         def write(into: Path, ranks: Ranks) -> None:
             write_rows(into / WEIGHTS_FILE, tensors, ranks, {"format": "pt"})
@@ -159,7 +162,8 @@ class Adapter:
 
     def _save_texts(self, directory: Path, base_checksum: str) -> None:
         (directory / BASE_FILE).write_text(base_checksum + "\n")
-        path, revision = self._config.path, self._config.revision or None
+        path = self._config.path
+        revision = self._config.revision or None
         base = path if is_name(path) else str(Path(path).absolute())
         settings = {**_settings(self._lora), "base_model_name_or_path": base, "inference_mode": True}
         settings["revision"] = revision
@@ -194,7 +198,8 @@ class Adapter:
         return {of_file.get(name, name): tensor.float() for name, tensor in tensors.items()}
 
     def _check_same(self, directory: Path) -> None:
-        saved, mine = json.loads((directory / CONFIG_FILE).read_text()), _settings(self._lora)
+        saved = json.loads((directory / CONFIG_FILE).read_text())
+        mine = _settings(self._lora)
         for name in SCALING:
             if saved[name] != mine[name]:
                 raise ValueError(f"its adapter has {name} {saved[name]!r}; the job's has {mine[name]!r}")
@@ -218,7 +223,8 @@ class Adapter:
         return checksum.hexdigest()
 
     def _drawn(self, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-        generator, tensors = torch.Generator().manual_seed(self._seed), {}
+        generator = torch.Generator().manual_seed(self._seed)
+        tensors = {}
         for name, shape in shapes.items():
             tensors[name] = torch.zeros(shape)
             if ".lora_A." in name:
@@ -259,7 +265,8 @@ def _new_config(config: PolicyModelConfig) -> LoraConfig:
 def _read_config(config: PolicyModelConfig) -> LoraConfig:
     from peft import LoraConfig, PeftConfig
 
-    directory, key = Path(config.lora_adapter_path), "actor.model.lora_adapter_path"
+    directory = Path(config.lora_adapter_path)
+    key = "actor.model.lora_adapter_path"
     if not ((directory / CONFIG_FILE).is_file() and (directory / WEIGHTS_FILE).is_file()):
         raise InvalidConfig(f"{key}: {directory} is not an adapter: it needs {CONFIG_FILE} and {WEIGHTS_FILE}")
     try:
@@ -280,7 +287,8 @@ def _read_config(config: PolicyModelConfig) -> LoraConfig:
             f"{key}: {directory} has rank {own[0]} and alpha {own[1]:g}, but actor.model.lora_rank is "
             f"{config.lora_rank} and lora_alpha {config.lora_alpha:g}; set them to the adapter's"
         )
-    plain, its = _settings(_new_config(config)), _settings(found)
+    plain = _settings(_new_config(config))
+    its = _settings(found)
     its["init_lora_weights"] = its["init_lora_weights"] in (
         True,
         False,
@@ -291,7 +299,9 @@ def _read_config(config: PolicyModelConfig) -> LoraConfig:
         raise InvalidConfig(
             f"{key}: {directory} has {strange[0]} {getattr(found, strange[0])!r}; only plain LoRA is supported"
         )
-    found.lora_dropout, found.inference_mode = 0.0, False  # nothing random: rolemesh/models/loading.py
+    # nothing random: rolemesh/models/loading.py
+    found.lora_dropout = 0.0
+    found.inference_mode = False
     return found
 
 
@@ -320,7 +330,8 @@ def _check_targets(model: Any, lora: LoraConfig) -> None:
     targets = lora.target_modules
     if targets == ALL_LINEAR:
         return
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     is_tied = head is not None and head.weight is embedding.weight
     modules = dict(model.named_modules())
     usable = {

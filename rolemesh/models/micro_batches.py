@@ -44,7 +44,8 @@ class MicroBatches:
     @classmethod
     def of(cls, job: JobConfig, role: str, model: ModelConfig, num_rows: int) -> MicroBatches:
         """Read the settings of the job's actor, critic or reference."""
-        packed, balanced = model.use_remove_padding, job.trainer.balance_batch
+        packed = model.use_remove_padding
+        balanced = job.trainer.balance_batch
         return cls(num_rows, job.max_tokens(role), packed, balanced, job.max_tokens_key(role))
 
     def cut(self, batch: DataProto) -> list[Tensor]:
@@ -77,8 +78,8 @@ class MicroBatches:
             return [torch.tensor(rows) for rows in sorted(parts)]
         return list(torch.split(torch.arange(len(lengths)), self.num_rows))
 
-    def deal(self, batch: DataProto, num_ranks: int) -> list[Tensor]:
-        """Deal the rows of a batch to ranks, which all compute at the same time.
+    def shard(self, batch: DataProto, num_ranks: int) -> list[Tensor]:
+        """Divide the rows of a batch among ranks, which all compute at the same time.
 
         With max_tokens, ranks get similar numbers of tokens. With num_rows they get equal numbers of rows, so
         that they have equally many micro-batches; and similar numbers of tokens, if balanced.
@@ -182,7 +183,8 @@ def in_order(groups: Sequence[Sequence[int]], lengths: Sequence[int], num_parts:
         The rows of each part, ascending.
     """
     parts: list[list[int]] = [[] for _ in range(num_parts)]
-    total, begins = sum(lengths), 0
+    total = sum(lengths)
+    begins = 0
     for row in (row for group in groups for row in group):
         middle = begins + lengths[row] / 2
         parts[int(middle * num_parts / total)].append(row)

@@ -13,7 +13,7 @@ from rolemesh.errors import ModelNotFound
 from rolemesh.models.heads import ScoreModel
 from rolemesh.models.loading import with_dtype
 from rolemesh.models.packed.attention import is_packed
-from rolemesh.models.packed.probe import prepare_body
+from rolemesh.models.packed.load_probe import prepare_body
 from rolemesh.models.sequence import autocast, lay_out
 from rolemesh.models.sharded import load_score_model
 from rolemesh.ranks.ranks import Ranks
@@ -34,7 +34,10 @@ class RewardModel:
     def __init__(
         self, root: Root, config: ModelConfig, device: torch.device, ulysses: Ulysses | None = None
     ) -> None:
-        self.root, self.config, self.device, self._ulysses = root, config, device, ulysses
+        self.root = root
+        self.config = config
+        self.device = device
+        self._ulysses = ulysses
 
     @classmethod
     def load(
@@ -57,7 +60,9 @@ class RewardModel:
             InvalidConfig: it is not causal; or its heads do not divide among the ranks that compute the same
                 rows; or the device has no such dtype.
         """
-        role, on, ranks = "reward.reward_model", torch.device(device), ranks or Ranks.alone()
+        role = "reward.reward_model"
+        on = torch.device(device)
+        ranks = ranks or Ranks.alone()
         config = with_dtype(config, role, on)
         root = load_score_model(config, role, ranks, fsdp or FsdpConfig(), on, seed=0, frozen=True)
         if not root.model.has_trained_head:
@@ -94,7 +99,9 @@ class RewardModel:
         return self.root(self._scores, inputs, places.gather(1, last)[:, 0]).float().cpu()
 
     def _scores(self, model: ScoreModel, inputs: dict[str, Any], last: Tensor) -> Tensor:
-        ulysses, num_rows, mine = self._ulysses, len(last), last[:0]
+        ulysses = self._ulysses
+        num_rows = len(last)
+        mine = last[:0]
         if ulysses is not None:
             inputs, mine, last = ulysses.part(inputs, last)
         inputs, last, mine = on_device((inputs, last, mine), self.device)

@@ -23,7 +23,7 @@ from rolemesh.dataproto import DataProto
 from rolemesh.dataproto.transfer import on_device
 from rolemesh.errors import InvalidBatch
 from rolemesh.models.chunks import MIN_MATRIX_ROWS
-from rolemesh.models.distribution import TokenStats, Wanted, distribution_stats
+from rolemesh.models.distribution import TokenStats, WantedStatistics, distribution_stats
 from rolemesh.models.heads import ScoreModel, VocabularyHead
 from rolemesh.models.packed.attention import is_packed
 from rolemesh.models.packed.layout import pack
@@ -78,7 +78,7 @@ def _laid_out(
 ) -> tuple[dict[str, Any], Tensor]:
     rows, width = input_ids.shape
     if not packed:
-        ids, mask, positions = steady_rows(input_ids, attention_mask, position_ids)
+        ids, mask, positions = pad_to_min_rows(input_ids, attention_mask, position_ids)
         places = torch.arange(rows * width, device=ids.device).view(rows, width)
         return {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "use_cache": False}, places
     inputs, places = pack(input_ids, attention_mask, position_ids, device)
@@ -105,7 +105,7 @@ def before_responses(rows: DataProto, packed: bool, device: torch.device) -> tup
     return inputs, places[:, -mask.shape[1] :][mask]
 
 
-def of_the_loss(rows: DataProto, device: torch.device, reads: Collection[str] = ()) -> DataProto:
+def loss_columns(rows: DataProto, device: torch.device, reads: Collection[str] = ()) -> DataProto:
     """Return the columns of a micro-batch that its loss reads, on the device.
 
     Args:
@@ -117,7 +117,7 @@ def of_the_loss(rows: DataProto, device: torch.device, reads: Collection[str] = 
     return DataProto({name: tensor for name, tensor in rows.tensors.items() if name not in unread}).to(device)
 
 
-def gathered(passes: Sequence[tuple[Tensor, Tensor]], mask: Tensor) -> Tensor:
+def merge_micro_batches(passes: Sequence[tuple[Tensor, Tensor]], mask: Tensor) -> Tensor:
     """Copy the numbers of all micro-batches to the CPU, when the last one has been given to the device.
 
     Args:
@@ -142,7 +142,7 @@ def scatter(cells: Tensor, mask: Tensor) -> Tensor:
     return torch.zeros(mask.shape, dtype=cells.dtype, device=cells.device).masked_scatter(mask, cells)
 
 
-def steady_rows(*tensors: Tensor) -> list[Tensor]:
+def pad_to_min_rows(*tensors: Tensor) -> list[Tensor]:
     """Repeat the rows of tensors [b, S] until there are at least MIN_MATRIX_ROWS tokens.
 
     Batches of the usual size have enough and are returned unchanged.
@@ -199,7 +199,8 @@ def check_sequences(batch: DataProto, method: str) -> None:
             f"{method}: the positions of row {int(many[0])} begin again at 0 more than {MAX_CONTEXTS - 1} times"
         )
     if "kept_ids" in batch:
-        kept_ids, responses = batch["kept_ids"], batch["input_ids"][:, width - mask.shape[1] :]
+        kept_ids = batch["kept_ids"]
+        responses = batch["input_ids"][:, width - mask.shape[1] :]
         if kept_ids.shape[:-1] != mask.shape:
             raise InvalidBatch(
                 f"{method}: expected kept_ids [B, T, K] for response_mask {list(mask.shape)}; got "
@@ -251,14 +252,16 @@ def token_stats(
     """
     body = model.get_decoder()
     inputs, before = before_responses(rows, is_packed(body), device)
-    mask, mine = rows["response_mask"], before[:0]
+    mask = rows["response_mask"]
+    mine = before[:0]
     drawn = rows["input_ids"][:, -mask.shape[1] :][mask]
     kept_ids = rows["kept_ids"][mask].long() if "kept_ids" in rows else None
-    wanted = Wanted(temperature, entropy, entropy_gradient, sum_pi_squared)
+    wanted = WantedStatistics(temperature, entropy, entropy_gradient, sum_pi_squared)
     num_tokens = len(drawn)
     if ulysses is not None:
         inputs, mine, before = ulysses.part(inputs, before)
-        drawn, kept_ids = drawn[mine], None if kept_ids is None else kept_ids[mine]
+        drawn = drawn[mine]
+        kept_ids = None if kept_ids is None else kept_ids[mine]
     inputs, before, drawn, kept_ids, mask, mine = on_device(
         (inputs, before, drawn, kept_ids, mask, mine), device
     )
@@ -290,7 +293,9 @@ def token_values(
         ulysses: the ranks that compute these rows together; None: this one alone.
     """
     inputs, before = before_responses(rows, is_packed(model.body), device)
-    mask, mine, num_tokens = rows["response_mask"], before[:0], len(before)
+    mask = rows["response_mask"]
+    mine = before[:0]
+    num_tokens = len(before)
     if ulysses is not None:
         inputs, mine, before = ulysses.part(inputs, before)
     inputs, before, mask, mine = on_device((inputs, before, mask, mine), device)

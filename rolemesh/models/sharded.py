@@ -33,9 +33,9 @@ from rolemesh.models.lora import Adapter
 from rolemesh.models.saving import save_model
 from rolemesh.models.sequence import DTYPES
 from rolemesh.models.supported import check_unread
-from rolemesh.ranks.agreement import on_first
-from rolemesh.ranks.files import TensorFiles, copied, write_rows
+from rolemesh.ranks.collective_errors import on_first
 from rolemesh.ranks.ranks import Ranks
+from rolemesh.ranks.sharded_files import TensorFiles, copied, write_rows
 from rolemesh.ranks.sharding import Root, blocks, local, own_rows, reshard, shard, whole
 
 log = logging.getLogger(__name__)
@@ -143,7 +143,8 @@ def read_policy(model: nn.Module, config: ModelConfig, role: str) -> dict[str, T
 
 def read_score_model(model: ScoreModel, config: ModelConfig, role: str, seed: int) -> dict[str, Tensor]:
     """Read this rank's rows of a ScoreModel's weights; see read_policy. `seed` is of a new head."""
-    weights, source = _weights(model), None
+    weights = _weights(model)
+    source = None
     if _is_sharded(weights):
         head = ScoreHead(model.body.config.get_text_config().hidden_size, seed)
         head.load(model_directory(config, role))
@@ -176,7 +177,7 @@ def copy_policy(model: Any, ranks: Ranks) -> Callable[[Path, Ranks], None]:
 
 
 @dataclass(frozen=True)
-class _Source:
+class _WeightsLocation:
     """Where the weights of a model are.
 
     Args:
@@ -195,7 +196,7 @@ class _Source:
         return self.files.rows(self.names[name], like)
 
 
-def _source_of(model: Any, directory: Path, role: str) -> _Source | None:
+def _source_of(model: Any, directory: Path, role: str) -> _WeightsLocation | None:
     """Find the weights of a transformers model; None if the files have others, or in another form.
 
     Raises:
@@ -212,13 +213,13 @@ def _source_of(model: Any, directory: Path, role: str) -> _Source | None:
     if getattr(model.config, "quantization_config", None):
         return None
     check_unread(model, files.names - set(names.values()), directory, role)
-    return _Source(files, names)
+    return _WeightsLocation(files, names)
 
 
-def _score_source(model: ScoreModel, directory: Path, head: ScoreHead, role: str) -> _Source | None:
+def _score_source(model: ScoreModel, directory: Path, head: ScoreHead, role: str) -> _WeightsLocation | None:
     body = _source_of(model.body, directory, role)
     given = {f"score.{name}": tensor for name, tensor in head.state_dict().items()}
-    return body and _Source(body.files, {f"body.{name}": n for name, n in body.names.items()}, given)
+    return body and _WeightsLocation(body.files, {f"body.{name}": n for name, n in body.names.items()}, given)
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
@@ -232,7 +233,7 @@ def _is_sharded(weights: Mapping[str, Tensor]) -> bool:
 
 
 def _rows(
-    weights: Mapping[str, Tensor], source: _Source | None, load_whole: Callable[[], Any]
+    weights: Mapping[str, Tensor], source: _WeightsLocation | None, load_whole: Callable[[], Any]
 ) -> dict[str, Tensor]:
     if source is not None:
         return {name: source.rows(name, tensor) for name, tensor in weights.items()}
@@ -251,11 +252,11 @@ class _Filling:
         buffers: those that are computed and never saved, by name.
     """
 
-    source: _Source
+    source: _WeightsLocation
     buffers: Mapping[str, Tensor]
 
     @classmethod
-    def of(cls, outline: nn.Module, source: _Source | None, ranks: Ranks) -> _Filling | None:
+    def of(cls, outline: nn.Module, source: _WeightsLocation | None, ranks: Ranks) -> _Filling | None:
         """Return None, and log it, if the model must be loaded whole."""
         buffers = _computed_buffers(outline)
         if source is None or buffers is None or not _ties_hold(outline, source.files, ranks):

@@ -13,7 +13,7 @@ from torch import nn
 from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig, ModelNotFound
 from rolemesh.models.directory import weight_files
-from rolemesh.ranks.files import TensorFiles
+from rolemesh.ranks.sharded_files import TensorFiles
 
 log = logging.getLogger(__name__)
 

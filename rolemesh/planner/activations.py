@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rolemesh.config.model import TrainedModelConfig
+from rolemesh.planner.collectives import Spread
 from rolemesh.planner.shapes import ModelShape
-from rolemesh.planner.spread import Spread
 
 FLOAT32 = 4
 WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
@@ -41,7 +41,8 @@ def passing_bytes(
         shared: True on a CPU.
     """
     blocks, head = casts
-    block, inputs = block_bytes(shape, tokens, model.dtype), FLOAT32 * shape.hidden * tokens
+    block = block_bytes(shape, tokens, model.dtype)
+    inputs = FLOAT32 * shape.hidden * tokens
     checkpoints = model.enable_gradient_checkpointing
     if shared:
         stored = inputs * shape.layers + block if checkpoints else block * shape.layers

@@ -7,7 +7,7 @@ from dataclasses import replace
 from rolemesh.config import JobConfig
 from rolemesh.config.placement import strategies
 from rolemesh.errors import InvalidConfig
-from rolemesh.planner.devices import GPUS, Device, available_memory, cpu, parse_size
+from rolemesh.planner.device_specs import GPUS, Device, available_memory, cpu, parse_size
 from rolemesh.planner.memory import role_shapes
 from rolemesh.planner.plan import Cluster, Counts, Plan, Planner, best_first
 from rolemesh.planner.search import search

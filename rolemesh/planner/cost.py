@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rolemesh.catalog.roles import ROLES
+from rolemesh.catalog.role_specs import ROLES
 from rolemesh.config import JobConfig
 from rolemesh.config.rollout import CHUNKS_PER_BATCH
 from rolemesh.planner.activations import FLOAT32, WIDTH, block_bytes
-from rolemesh.planner.devices import DIGEST_BANDWIDTH, PUBLISH_BANDWIDTH, RECEIVE_BANDWIDTH, Device
+from rolemesh.planner.collectives import Spread, exchange_seconds, gather_seconds, sum_seconds
+from rolemesh.planner.device_specs import DIGEST_BANDWIDTH, PUBLISH_BANDWIDTH, RECEIVE_BANDWIDTH, Device
 from rolemesh.planner.memory import Shapes, kv_bytes_per_token, published_width, tokens_of_pass, vllm_memory
 from rolemesh.planner.shapes import ModelShape
-from rolemesh.planner.spread import Spread, exchange_seconds, gather_seconds, sum_seconds
 
 # Bytes per parameter and optimizer step: AdamW reads four tensors and writes three, clipping reads the gradient
 # twice and writes it once.
@@ -38,7 +38,7 @@ STREAMS_GAIN = 1.5
 
 
 @dataclass(frozen=True)
-class Pass:
+class ForwardPass:
     """One forward pass over `rows` rows of `width` tokens.
 
     Args:
@@ -151,21 +151,27 @@ def role_parts(
 
     Returns:
         For "score", and for a trained role also "update": "compute"; "gathers" of weights; "sums" of gradients;
-        "exchanges" of tokens for heads (Ulysses); "optimizer"; and "orders", rank 0's, with their rows.
+        "exchanges" of tokens for heads (Ulysses); "optimizer"; and "orders", with which rank 0 runs methods on
+        the other ranks, and their rows.
     """
     job = job.with_dtypes(device.kind)
-    spec, spread = ROLES[role], Spread.of(job, role, ranks)
+    spec = ROLES[role]
+    spread = Spread.of(job, role, ranks)
     width = job.data.max_prompt_length + job.data.max_response_length
     predicted = 0 if spec.scores else job.data.max_response_length + 1
-    model, parameters = spec.model(job), shape.parameters(scores=spec.scores)
+    model = job.model_of(role)
+    parameters = shape.parameters(scores=spec.scores)
     share = rows / spread.streams
     micro = tokens_of_pass(job, role) / width
     calls = max(1.0, share / micro)
-    one = Pass(shape, share * (ranks / spread.together if device.shared else 1), width, predicted, model.dtype)
+    one = ForwardPass(
+        shape, share * (ranks / spread.together if device.shared else 1), width, predicted, model.dtype
+    )
     together = 1 if device.shared else spread.together
 
     in_blocks = min(parameters, shape.block_parameters)
-    block, outside = in_blocks / shape.layers, parameters - in_blocks
+    block = in_blocks / shape.layers
+    outside = parameters - in_blocks
     gathers = calls * (
         shape.layers * gather_seconds(device, WIDTH[model.dtype] * block, spread.shards)
         + gather_seconds(device, FLOAT32 * outside, spread.shards)
@@ -193,7 +199,8 @@ def role_parts(
     learnt = shape.trained_parameters(job.actor.model) if role == "actor" else parameters
     backward = BACKWARD if learnt >= parameters else 1  # fixed matrices have no gradients of their own
     repeats = section.model.enable_gradient_checkpointing
-    passes, block_s = 1 + backward + repeats, device.trained_block_s + repeats * device.block_s
+    passes = 1 + backward + repeats
+    block_s = device.trained_block_s + repeats * device.block_s
     steps = job.data.train_batch_size // job.mini_batch_size(role)
     epochs = section.ppo_epochs
     assert epochs is not None, "JobConfig fills it in"
@@ -230,8 +237,10 @@ def generation_seconds(job: JobConfig, shape: ModelShape, device: Device, rows: 
     Each token reads all weights and the cache, which dominates if there are few rows.
     """
     job = job.with_dtypes(device.kind)
-    prompt, response = job.data.max_prompt_length, job.data.max_response_length
-    vllm, dtype = job.engine.reserves_memory, job.rollout.dtype
+    prompt = job.data.max_prompt_length
+    response = job.data.max_response_length
+    vllm = job.engine.reserves_memory
+    dtype = job.rollout.dtype
     together = min(rows, job.rollout.rows)
     if vllm:  # limited by the size of the cache
         sequence = (
@@ -239,7 +248,7 @@ def generation_seconds(job: JobConfig, shape: ModelShape, device: Device, rows: 
         )
         together = min(together, vllm_memory(job, shape, device).kv_cache / sequence)
     batches = rows / together
-    reading = Pass(shape, together, prompt, 1, dtype).seconds(device, max(1, round(together)))
+    reading = ForwardPass(shape, together, prompt, 1, dtype).seconds(device, max(1, round(together)))
 
     head = shape.hidden * shape.vocabulary
     read = (shape.multiplied_parameters + head) * WIDTH[dtype]

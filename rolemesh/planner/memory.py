@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from rolemesh.catalog.roles import ROLES
+from rolemesh.catalog.role_specs import ROLES
 from rolemesh.config import JobConfig
 from rolemesh.config.model import TrainedModelConfig
 from rolemesh.models.chunks import BLOCK_BYTES, LEARNT_BYTES, tokens_at_once, tokens_in_block
@@ -30,9 +30,9 @@ from rolemesh.planner.activations import (
     passing_bytes,
     peak_with_gathered_bytes,
 )
-from rolemesh.planner.devices import ASLEEP_BYTES, CONTEXT_BYTES, GIB, Device
+from rolemesh.planner.collectives import Spread
+from rolemesh.planner.device_specs import ASLEEP_BYTES, CONTEXT_BYTES, GIB, Device
 from rolemesh.planner.shapes import ModelShape, read_shape
-from rolemesh.planner.spread import Spread
 
 # vLLM's CUDA graphs take 0.3 to 2 GiB, depending on the number of sizes and layers; this is the upper end.
 GRAPHS_BYTES = 2 * GIB
@@ -81,7 +81,7 @@ def role_shapes(job: JobConfig, roles: Sequence[str] = ()) -> Shapes:
     Raises:
         ModelNotFound: a directory is missing or does not describe a model.
     """
-    models = {role: ROLES[role].model(job) for role in roles or job.roles if job.on_device(role)}
+    models = {role: job.model_of(role) for role in roles or job.roles if job.on_device(role)}
     read: dict[tuple[str, str], ModelShape] = {}
     for role, model in models.items():
         if (model.path, model.revision) not in read:
@@ -102,7 +102,8 @@ def role_memory(job: JobConfig, role: str, shapes: Shapes, device: Device, ranks
     if role not in shapes:
         return Memory()
     job = job.with_dtypes(device.kind)
-    shape, spread = shapes[role], Spread.of(job, role, ranks)
+    shape = shapes[role]
+    spread = Spread.of(job, role, ranks)
     if role == "rollout":
         return vllm_memory(job, shape, device) if job.engine.reserves_memory else hf_memory(job, shape, device)
     tokens = -(-tokens_of_pass(job, role) // spread.together)
@@ -125,12 +126,13 @@ def role_memory(job: JobConfig, role: str, shapes: Shapes, device: Device, ranks
         # On a CPU the published version is in the same memory; rank 0 holds what all ranks have written.
         return replace(memory, weights=memory.weights + published_width(job) * policy // ranks)
     if role == "critic":
-        scored, model = shape.score_parameters, job.critic_model
+        scored = shape.score_parameters
+        model = job.critic_model
         casts = (cast_parts(shape, model.dtype, spread)[0], 0)
         passing = passing_bytes(shape, model, tokens, 0, casts, shared=device.shared)
         return trained(scored, scored, shape, model, passing, spread, on_device)
     spec = ROLES[role]
-    held = frozen_bytes(shape, spec.model(job).dtype, ranks, scores=spec.scores)
+    held = frozen_bytes(shape, job.model_of(role).dtype, ranks, scores=spec.scores)
     scoring = scoring_bytes(job, role, shape, tokens, device, ranks)
     return Memory(weights=on_device * held // spread.shards, activations=scoring)
 
@@ -142,8 +144,10 @@ def scoring_bytes(job: JobConfig, role: str, shape: ModelShape, tokens: int, dev
         tokens: of a micro-batch on one rank.
         ranks: of the role's group.
     """
-    spec, spread = ROLES[role], Spread.of(job, role, ranks)
-    dtype, weights = spec.model(job).dtype, shape.parameters(scores=spec.scores)
+    spec = ROLES[role]
+    spread = Spread.of(job, role, ranks)
+    dtype = job.model_of(role).dtype
+    weights = shape.parameters(scores=spec.scores)
     head = 0 if spec.scores else block_of_logits_bytes(job, role, shape, device)
     casts = cast_bytes(shape, dtype, spread)
     if not spec.trained or (role == "actor" and is_base_held(job, shape, ranks)):
@@ -165,11 +169,10 @@ def tokens_of_pass(job: JobConfig, role: str) -> int:
 
     If the job limits the tokens of a pass, this is the limit, or all tokens of a step if they are fewer.
     """
-    pass_rows, budget = ROLES[role].pass_rows, job.max_tokens(role)
-    assert pass_rows is not None, "a role with an engine has no micro-batches"
+    budget = job.max_tokens(role)
     width = job.data.max_prompt_length + job.data.max_response_length
     if budget is None:
-        return pass_rows(job) * width
+        return job.pass_rows(role) * width
     return min(budget, job.data.train_batch_size * job.rollout.n * width)
 
 
@@ -180,11 +183,13 @@ def frozen_bytes(shape: ModelShape, dtype: str, ranks: int = 1, *, scores: bool)
     head that is tied to it is a copy in `dtype`. If the file's type is not known, it is assumed to be `dtype`.
     With several ranks all that is outside of the blocks stays float32.
     """
-    whole, saved = FLOAT32 * shape.parameters(scores=scores), FLOAT32 - WIDTH[dtype]
+    whole = FLOAT32 * shape.parameters(scores=scores)
+    saved = FLOAT32 - WIDTH[dtype]
     linear = shape.multiplied_parameters - shape.routed_parameters
     if ranks > 1 or not saved:
         return whole - saved * linear
-    table, head = shape.hidden * shape.vocabulary, 0 if scores else shape.head_parameters
+    table = shape.hidden * shape.vocabulary
+    head = 0 if scores else shape.head_parameters
     is_exact = shape.stored in ("", dtype)
     is_copied = not (is_exact or scores or head)
     return whole - saved * (linear + head + is_exact * table) + is_copied * WIDTH[dtype] * table
@@ -280,7 +285,8 @@ def hf_memory(job: JobConfig, shape: ModelShape, device: Device) -> Memory:
     kept for the next one beside that cache, in copies that may fill as much again. All prompts of a batch are
     read at once. Sampling is in float64 (scaled logits, log-softmax, exp and cumulative sum).
     """
-    prompt, response = job.data.max_prompt_length, job.data.max_response_length
+    prompt = job.data.max_prompt_length
+    response = job.data.max_response_length
     rows = min(job.rollout.rows, job.data.train_batch_size * job.rollout.n)
     reading = forward_bytes(shape, rows * prompt, job.rollout.dtype) + rows * prompt * prompt * FLOAT32
     sampling = rows * shape.vocabulary * 4 * 8
@@ -301,7 +307,8 @@ def vllm_memory(job: JobConfig, shape: ModelShape, device: Device) -> Memory:
     CUDA graphs take a part of the share, too, but are in no part of the result. On a CPU the version that was
     fetched is in the same memory.
     """
-    rollout, width = job.rollout, job.data.max_prompt_length + job.data.max_response_length
+    rollout = job.rollout
+    width = job.data.max_prompt_length + job.data.max_response_length
     devices = rollout.tensor_model_parallel_size
     weights = shape.policy_parameters * WIDTH[rollout.dtype] // devices
     tokens = min(rollout.max_num_batched_tokens, rollout.rows * width)

@@ -8,14 +8,14 @@ from functools import cached_property
 from itertools import combinations
 from math import lcm
 
-from rolemesh.catalog.roles import ROLES
+from rolemesh.catalog.role_specs import ROLES
 from rolemesh.config import JobConfig
 from rolemesh.config.rollout import CHUNKS_PER_BATCH, own_rows
+from rolemesh.planner.collectives import Spread, smallest
 from rolemesh.planner.cost import handover_seconds, role_seconds
-from rolemesh.planner.devices import Device
-from rolemesh.planner.host import HostMemory, host_memory
+from rolemesh.planner.device_specs import Device
+from rolemesh.planner.host_memory import HostMemory, host_memory
 from rolemesh.planner.memory import Memory, Shapes, asleep_bytes, role_memory
-from rolemesh.planner.spread import Spread, smallest
 
 Grouping = Mapping[str, Sequence[str]]  # a group's name to its roles
 
@@ -52,7 +52,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Group:
+class PlannedGroup:
     """Roles that take turns on the same devices.
 
     Args:
@@ -131,7 +131,7 @@ class Plan:
     """
 
     name: str
-    groups: tuple[Group, ...]
+    groups: tuple[PlannedGroup, ...]
     cluster: Cluster
     ahead: bool
     handover: float
@@ -238,8 +238,10 @@ class Planner:
     """
 
     def __init__(self, job: JobConfig, shapes: Shapes, cluster: Cluster) -> None:
-        self.job, self.shapes, self.cluster = job, shapes, cluster
-        self._groups: dict[tuple[tuple[str, ...], int, int], Group] = {}
+        self.job = job
+        self.shapes = shapes
+        self.cluster = cluster
+        self._groups: dict[tuple[tuple[str, ...], int, int], PlannedGroup] = {}
 
     def plan(self, name: str, grouping: Grouping, given: Mapping[str, Counts] | None = None) -> Plan:
         """Divide the devices among the groups.
@@ -268,7 +270,7 @@ class Planner:
         spread = {role for role in self.job.roles if role != "rollout" and self.job.on_device(role)}
         return {label: Counts(ranks=world) for label, roles in grouping.items() if spread.intersection(roles)}
 
-    def _smallest(self, grouping: Grouping, given: Mapping[str, Counts]) -> dict[str, Group]:
+    def _smallest(self, grouping: Grouping, given: Mapping[str, Counts]) -> dict[str, PlannedGroup]:
         roles = {
             label: tuple(role for role in roles if role in self.job.roles) for label, roles in grouping.items()
         }
@@ -299,28 +301,30 @@ class Planner:
             name, {label: self._group(tuple(grouping[label]), devices[label]) for label in grouping}
         )
 
-    def _plan(self, name: str, groups: Mapping[str, Group]) -> Plan:
+    def _plan(self, name: str, groups: Mapping[str, PlannedGroup]) -> Plan:
         named = tuple(replace(group, name=label) for label, group in groups.items())
         home = {role: group for group in named for role in group.roles}
         handover = 0.0
         if "rollout" in home:
             together = home["actor"].name == home["rollout"].name
-            ranks, device = home["actor"].ranks, self.cluster.device
+            ranks = home["actor"].ranks
+            device = self.cluster.device
             handover = handover_seconds(self.job, self.shapes, device, ranks, together=together)
         ahead = self.job.rollout.mode == "async" and self.job.trainer.max_staleness > 0
         split = self.job.rollout.tensor_model_parallel_size if "rollout" in self.shapes else 1
-        return Plan(name, named, self.cluster, ahead, handover, split)
+        return Plan(name=name, groups=named, cluster=self.cluster, ahead=ahead, handover=handover, split=split)
 
-    def _given(self, roles: tuple[str, ...], counts: Counts) -> Group:
+    def _given(self, roles: tuple[str, ...], counts: Counts) -> PlannedGroup:
         devices = self._fewest(roles) and counts.replicas * counts.ranks
         return self._group(roles, devices * self._split(roles), counts.ranks)
 
-    def _group(self, roles: tuple[str, ...], devices: int, ranks: int | None = None) -> Group:
+    def _group(self, roles: tuple[str, ...], devices: int, ranks: int | None = None) -> PlannedGroup:
         """Return a group on `devices` devices, in replicas of `ranks` ranks; None: as `_ranks` finds."""
         if ranks is None:
             ranks = self._ranks(roles, max(1, devices))
         if (roles, devices, ranks) not in self._groups:
-            device, count = self.cluster.device, max(1, devices)
+            device = self.cluster.device
+            count = max(1, devices)
             is_alone = not device.shared and sum(role in self.shapes for role in roles) == 1
             rows = own_rows(device.memory_bytes, device.name) if is_alone else None
             job = self.job.with_rows_and_share(rows)
@@ -330,7 +334,17 @@ class Planner:
             host = None if device.shared else host_memory(self.job, self.shapes, roles, engines)
             idle = next(filter(None, (self._idle(role, ranks) for role in roles)), "")
             asleep = 0 if is_alone or "rollout" not in roles else asleep_bytes(job, device)
-            found = Group("", roles, devices, ranks, memory, seconds, host, asleep, idle)
+            found = PlannedGroup(
+                name="",
+                roles=roles,
+                devices=devices,
+                ranks=ranks,
+                memory=memory,
+                seconds=seconds,
+                host=host,
+                asleep=asleep,
+                idle=idle,
+            )
             self._groups[roles, devices, ranks] = found
         return self._groups[roles, devices, ranks]
 
@@ -340,7 +354,8 @@ class Planner:
             return ""
         rows = self.job.mini_batch_size(role) * self.job.rollout.n
         parts = Spread.of(self.job, role, ranks).streams
-        shape, size = self.shapes.get(role), Spread.of(self.job, role, ranks).together
+        shape = self.shapes.get(role)
+        size = Spread.of(self.job, role, ranks).together
         if shape and (shape.heads % size or (shape.kv_heads % size and size % shape.kv_heads)):
             return (
                 f"{role} has {shape.heads} attention heads and {shape.kv_heads} heads of keys and values, "

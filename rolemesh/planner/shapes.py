@@ -94,9 +94,15 @@ class ModelShape:
         """
         if not model.lora_rank:
             return self.policy_parameters
-        everywhere, targets = model.target_modules == "all-linear", model.target_modules
+        everywhere = model.target_modules == "all-linear"
+        targets = model.target_modules
         names = [*(name for name, _ in self.matrices), "lm_head"]
-        for target in () if everywhere else [targets] if isinstance(targets, str) else [[t] for t in targets]:
+        checked: list[str | list[str]] = []  # each has to match a module; "all-linear" names none
+        if not isinstance(targets, str):
+            checked.extend([target] for target in targets)
+        elif not everywhere:
+            checked.append(targets)
+        for target in checked:
             if not any(is_target(name, target) for name in names):
                 known = sorted({name.rpartition(".")[2] for name in names})
                 raise InvalidConfig(
@@ -137,7 +143,8 @@ def read_shape(config: ModelConfig, role: str) -> ModelShape:
         name: size for name, size in body.items() if len(tensors[name]) > 1 and tensors[name][0] != vocabulary
     }
     in_experts = sum(size for name, size in of_blocks.items() if ".experts." in name)
-    routed_to, in_blocks = round(share * in_experts), sum(of_blocks.values())
+    routed_to = round(share * in_experts)
+    in_blocks = sum(of_blocks.values())
     tables = [kind for shape, kind in stored.values() if len(shape) > 1 and shape[0] == vocabulary]
     return ModelShape(
         body_parameters=sum(body.values()),

@@ -1,6 +1,6 @@
 """The ranks of a role: processes that hold one model together, each with a device of its own.
 
-Rank 0 is the role's process, with its address. The other ranks follow its orders (orders.py). Ranks compute
+Rank 0 is the role's process, with its address. It runs methods on all ranks (executor.py). Ranks compute
 together by collectives of torch.distributed: FSDP's own (sharding.py), and the few here.
 """
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from rolemesh.ranks.load import Clock
+from rolemesh.ranks.rank_load import Clock
 from rolemesh.ranks.rendezvous import COLLECTIVE_TIMEOUT, Rendezvous
 from rolemesh.ranks.ulysses import Ulysses
 
@@ -56,7 +56,10 @@ class Ranks:
         """
         if not dist.is_initialized():
             return cls.alone()
-        rank, size, ulysses, clock = dist.get_rank(), dist.get_world_size(), None, Clock()
+        rank = dist.get_rank()
+        size = dist.get_world_size()
+        ulysses = None
+        clock = Clock()
         group = dist.new_group(range(size), timeout=COLLECTIVE_TIMEOUT)
         for first in range(0, size, ulysses_size) if ulysses_size > 1 else ():
             together = range(first, first + ulysses_size)  # every rank makes every group, its own or not

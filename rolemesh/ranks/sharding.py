@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from rolemesh.config.model import FsdpConfig
 from rolemesh.errors import InvalidConfig
-from rolemesh.ranks.load import TimedAllGather, TimedReduceScatter
+from rolemesh.ranks.rank_load import TimedAllGather, TimedReduceScatter
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.rendezvous import COLLECTIVE_TIMEOUT
 
@@ -221,7 +221,7 @@ def own_rows(tensor: Tensor, like: Tensor) -> Tensor:
 def memory_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor on the CPU, without a copy; the caller keeps the tensor.
 
-    It avoids numpy: a storage that numpy has accessed can never be resized, and FSDP and Parking do that.
+    It avoids numpy: a storage that numpy has accessed can never be resized, and FSDP and the Offloader do that.
     """
     if not tensor.nbytes:
         return memoryview(b"")

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rolemesh.errors import InvalidConfig
-from rolemesh.ranks.load import Clock
+from rolemesh.ranks.rank_load import Clock
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,9 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ulysses: Ulysses, split: int, join: int) -> Tensor:
-        ctx.ulysses, ctx.split, ctx.join = ulysses, split, join
+        ctx.ulysses = ulysses
+        ctx.split = split
+        ctx.join = join
         given = torch.stack(x.chunk(ulysses.size, split))
         taken = torch.empty_like(given)
         with ulysses.clock.running(given):

@@ -12,14 +12,14 @@ from functools import partial
 from typing import TypeVar
 
 from rolemesh import threads
+from rolemesh.batch_validation import BatchValidator
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, RoleFailed
 from rolemesh.rpc.contract import Rpc
-from rolemesh.validation import BatchValidator
-from rolemesh.wire.carrier import Terms
+from rolemesh.rpc.serving.memory_budget import CallReservation
+from rolemesh.wire.carrier import ReceiveConditions
 from rolemesh.wire.header import Header
 from rolemesh.wire.limits import MAX_ANSWER_ROW_BYTES
-from rolemesh.wire.room import Stay
 from rolemesh.wire.streams import LARGE_BYTES, receive
 
 R = TypeVar("R")
@@ -27,14 +27,16 @@ R = TypeVar("R")
 LARGE_ROWS = 10_000  # batches of this many rows, or of LARGE_BYTES, are checked in a thread
 
 
-async def batch_of(rpc: Rpc, frames: AsyncIterator[bytes], validator: BatchValidator, stay: Stay) -> DataProto:
+async def batch_of(
+    rpc: Rpc, frames: AsyncIterator[bytes], validator: BatchValidator, reservation: CallReservation
+) -> DataProto:
     """Receive the one batch of a request, and reduce it to the columns that its method declares.
 
     Args:
         rpc: the method's description.
         frames: the request.
         validator: checks batches against the role's declarations.
-        stay: accounts for the call's memory.
+        reservation: accounts for the call's memory.
 
     Raises:
         InvalidBatch: the frames are not a batch, the method does not accept it, or it exceeds the whole budget.
@@ -42,7 +44,8 @@ async def batch_of(rpc: Rpc, frames: AsyncIterator[bytes], validator: BatchValid
     """
 
     def check(header: Header) -> None:
-        unpacked, most = header.unpacked_bytes, stay.room.total_bytes
+        unpacked = header.unpacked_bytes
+        most = reservation.budget.total_bytes
         if header.region_bytes + unpacked > most:
             raise InvalidBatch(
                 f"a batch of {header.region_bytes} bytes that unpacks to {unpacked} more; this process has "
@@ -52,15 +55,15 @@ async def batch_of(rpc: Rpc, frames: AsyncIterator[bytes], validator: BatchValid
         validator.check_header(rpc.name, header.message.num_rows, tensors)
 
     try:
-        batch = await receive(frames, Terms(check=check, stay=stay))
+        batch = await receive(frames, ReceiveConditions(check=check, reserve=reservation.resize))
     except InvalidBatch as error:
         method = validator.methods[rpc.name]
         raise InvalidBatch(f"{method.role}.{method.name}: {error}") from error
     return await _run_check(batch, partial(validator.check_request, rpc.name, batch))
 
 
-def answer_terms(rpc: Rpc, validator: BatchValidator, request: DataProto) -> Terms:
-    """Return the terms for answers to a request, which refuse from the header what the method does not declare.
+def answer_conditions(rpc: Rpc, validator: BatchValidator, request: DataProto) -> ReceiveConditions:
+    """Return the conditions for answers to a request: the header may name only what the method declares.
 
     So an answer takes no more memory than its declaration: of its tensors, and MAX_ANSWER_ROW_BYTES for the
     other columns of a row.
@@ -84,7 +87,7 @@ def answer_terms(rpc: Rpc, validator: BatchValidator, request: DataProto) -> Ter
                 f"are received: the other columns of a row may take {MAX_ANSWER_ROW_BYTES} bytes"
             )
 
-    return Terms(check=check)
+    return ReceiveConditions(check=check)
 
 
 async def check_answer(rpc: Rpc, answer: DataProto, validator: BatchValidator, request: DataProto) -> None:

@@ -95,7 +95,8 @@ class RoleChannel:
     """
 
     def __init__(self, address: str, role: str) -> None:
-        self._address, self._role = address, role
+        self._address = address
+        self._role = role
         self._keys: tls.Keys | None = None
         self._channel: grpc.aio.Channel | None = None
         self._next: grpc.aio.Channel | None = None
@@ -105,14 +106,17 @@ class RoleChannel:
         """The channel to use for a new call. The first access opens one in the current event loop."""
         keys = tls.current_keys()
         if self._channel is None:
-            self._channel, self._keys = open_channel(self._address, self._role), keys
+            self._channel = open_channel(self._address, self._role)
+            self._keys = keys
         elif keys is not self._keys:
-            self._next, self._keys = open_channel(self._address, self._role), keys
+            self._next = open_channel(self._address, self._role)
+            self._keys = keys
         if self._next is not None:
             ready = grpc.ChannelConnectivity.READY
             if self._next.get_state(try_to_connect=True) is ready or self._channel.get_state() is not ready:
                 # Closing the old channel would cancel its calls. Its connection ends after the last of them.
-                self._channel, self._next = self._next, None
+                self._channel = self._next
+                self._next = None
         return self._channel
 
     async def close(self) -> None:

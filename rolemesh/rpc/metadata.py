@@ -3,7 +3,9 @@
 import hashlib
 
 # Of a request: its job and step, the call's id, and the version of the weights that the call requires.
-JOB_KEY, STEP_KEY, CALL_KEY = "rolemesh-job", "rolemesh-step", "rolemesh-call"
+JOB_KEY = "rolemesh-job"
+STEP_KEY = "rolemesh-step"
+CALL_KEY = "rolemesh-call"
 VERSION_KEY = "rolemesh-weights-version"
 # Of a request to a trained role: the term of the controller that calls (term.py).
 TERM_KEY = "rolemesh-term"
@@ -15,7 +17,8 @@ LIFE_KEY = "rolemesh-life"
 # Of the answer to a health check, in trailing metadata: why the role is not ready.
 WHY_KEY = "rolemesh-why"
 # Of GroupService.Follow: the follower's rank, and the group's secret.
-RANK_KEY, SECRET_KEY = "rolemesh-rank", "rolemesh-secret"
+RANK_KEY = "rolemesh-rank"
+SECRET_KEY = "rolemesh-secret"
 # Of the answer to a health check, in trailing metadata: the role's fingerprint (rolemesh/fingerprint.py). Of a
 # request: the digest of the fingerprint that the caller has seen.
 FINGERPRINT_KEY = "rolemesh-fingerprint"

@@ -267,7 +267,8 @@ def explain(details: str) -> str:
     if folder is None:
         hint = "it hangs up on a plain connection: if it has keys, give this process --tls-dir too"
         return f"{hint} ({details})" if cut else details
-    keys, directory = folder.current(), folder.directory
+    keys = folder.current()
+    directory = folder.directory
     if cut and keys.expires <= datetime.now(UTC):
         return f"it refuses this process's certificate: {directory / CERTIFICATE} expired at {keys.expires}"
     if cut:

@@ -57,7 +57,8 @@ def changes_after(text: str) -> bool:
     It does in 5ⁿ, 5‰, 5α and 5万. Words, counting words such as 個, punctuation and ornaments do not. ASCII is
     not looked at here.
     """
-    character, kind = text[0], category(text[0])
+    character = text[0]
+    kind = category(text[0])
     if character.isascii() or UNIT.match(text):
         return False
     if has_value(character) or character in SHARES:

@@ -9,9 +9,9 @@ import re
 
 from rolemesh.rules.boxed import last_boxed
 from rolemesh.rules.characters import changes_before, with_plain_digits
-from rolemesh.rules.following import CHANGED, JOINED, SIGNS, changing
 from rolemesh.rules.neighbours import TAG, last_of_neighbours
 from rolemesh.rules.notation import FULL_WIDTH
+from rolemesh.rules.trailing_text import CHANGED, JOINED, SIGNS, changing
 
 WORDS = re.compile(
     r"[bf]?box(?:ed)?|text(?:bf|rm|it|sf)?|math(?:bf|rm|sf)"

@@ -8,7 +8,7 @@ from typing import Any
 
 from rolemesh.rules.finding import marked_number
 from rolemesh.rules.ground_truth import right_answers
-from rolemesh.rules.normal_form import Answer, agrees, read_answer
+from rolemesh.rules.normal_form import NormalForm, agrees, read_answer
 from rolemesh.rules.numbers import number, spelling
 
 OPERATION = re.compile(r"[0-9)}][-+*/^]|\\(?:times|cdot|div|frac)(?![A-Za-z])")
@@ -31,7 +31,9 @@ def compute_score(
     found = marked_number(solution_str if answer_chars is None else solution_str[-answer_chars:])
     given = None if found is None else _given(found)
     right = given is not None and given in answers
-    score = 1.0 if right else format_score if found is not None else 0.0
+    score = 0.0 if found is None else format_score
+    if right:
+        score = 1.0
     return {"score": score, "acc": float(right), "pred": "" if given is None else spelling(given)}
 
 
@@ -56,7 +58,7 @@ def _given(text: str) -> Decimal | None:
     if given is None or not left:
         return given
     computes = all(OPERATION.search(side) or number(side) == given for side in left)
-    return given if computes and agrees(Answer(value), Answer(spelling(given))) else None
+    return given if computes and agrees(NormalForm(value), NormalForm(spelling(given))) else None
 
 
 def _number(text: str) -> Decimal | None:

@@ -32,7 +32,7 @@ MIXED = re.compile(
     re.IGNORECASE,
 )
 # Between the digits of two numbers these leave no blank, which could be a thousands sign.
-APART = re.compile(
+BETWEEN_DIGITS = re.compile(
     rf"(?<=[0-9])\s*(?:(?:\\[()\[\]]|[$\u201c\u201d]|{TAG.pattern})\s*)++(?=[0-9])", re.IGNORECASE
 )
 
@@ -45,7 +45,8 @@ def last_of_neighbours(text: str) -> str:
     if len(boxes) < 2:
         return text
     closing = closing_braces(text)
-    kept, at = [], 0
+    kept = []
+    at = 0
     for box in boxes:
         end = closing.get(box.end() - 1)
         if box.start() < at or end is None or not (found := NEXT_BOX.match(text, end + 1)):

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rolemesh.rules.neighbours import APART, INEQUALITIES, MIXED, TAG, last_of_neighbours
+from rolemesh.rules.neighbours import BETWEEN_DIGITS, INEQUALITIES, MIXED, TAG, last_of_neighbours
 from rolemesh.rules.notation import (
     CONNECTIVE,
     in_one_spelling,
@@ -60,7 +60,7 @@ DOLLARS = re.compile(r"^\$(?=\s*[-+.]?[0-9][^$]*$)")
 
 
 @dataclass(frozen=True)
-class Answer:
+class NormalForm:
     """An answer in its normal form.
 
     Args:
@@ -74,7 +74,7 @@ class Answer:
     name: str = ""
 
 
-def read_answer(text: str) -> Answer:
+def read_answer(text: str) -> NormalForm:
     r"""Convert an answer to its normal form.
 
     The value's own normal form is the value. A text of more than a thousand characters, or one that does not
@@ -82,9 +82,9 @@ def read_answer(text: str) -> Answer:
     """
     text = text.strip()
     if (value := number(text)) is not None:
-        return Answer(spelling(value))
+        return NormalForm(spelling(value))
     if len(text) > MOST_CHARACTERS:
-        return Answer(text)
+        return NormalForm(text)
     unit = name = ""
     form = text
     for _ in range(MOST_ROUNDS):
@@ -98,11 +98,11 @@ def read_answer(text: str) -> Answer:
         for step in STEPS_OF_VALUES:
             form = step(form)
         if form == before:
-            return Answer(form, unit, name)
-    return Answer(text)
+            return NormalForm(form, unit, name)
+    return NormalForm(text)
 
 
-def agrees(given: Answer, truth: Answer) -> bool:
+def agrees(given: NormalForm, truth: NormalForm) -> bool:
     """Whether two answers are the same: equal values, and no two different units or names.
 
     "x = 5", "2 + 3 = 5" and "m + n = 5" agree with "5". An equation that is still to be solved, such as
@@ -112,7 +112,8 @@ def agrees(given: Answer, truth: Answer) -> bool:
         return False
     if given.value == truth.value:
         return bool(truth.value)
-    of_given, of_truth = CHOICE.fullmatch(given.value), CHOICE.fullmatch(truth.value)
+    of_given = CHOICE.fullmatch(given.value)
+    of_truth = CHOICE.fullmatch(truth.value)
     if of_given and not of_truth:  # beside a letter another letter would be a second guess
         is_letter = re.fullmatch("[A-E]", truth.value)
         return of_given[1] == truth.value if is_letter else agrees(read_answer(of_given[2]), truth)
@@ -124,17 +125,17 @@ def agrees(given: Answer, truth: Answer) -> bool:
     return read_answer(right).value == truth.value != "" and all(_may_equal(side, truth) for side in left)
 
 
-def labelled_otherwise(given: Answer, truth: Answer) -> bool:
+def labelled_otherwise(given: NormalForm, truth: NormalForm) -> bool:
     """Whether both answers have a unit, and not the same one."""
     return bool(given.unit and truth.unit and given.unit != truth.unit)
 
 
-def is_multiple(answer: Answer) -> bool:
+def is_multiple(answer: NormalForm) -> bool:
     """Whether a word multiplies a number of the answer, as in "5 million"."""
     return MULTIPLIED.search(answer.value) is not None
 
 
-def _may_equal(side: str, truth: Answer) -> bool:
+def _may_equal(side: str, truth: NormalForm) -> bool:
     """Whether a left side only repeats the question or computes the answer: "x", "m + n", or "2 + 3".
 
     A number is no calculation, so "5 = 6" is not read as 6. One unknown in a sum, as in "x + x^2 = 6", is to be
@@ -152,7 +153,7 @@ def _may_equal(side: str, truth: Answer) -> bool:
 def _without_delimiters(text: str) -> str:
     r"""Remove $…$, \(…\), \[…\] and tags such as <answer>: that it is mathematics, or the answer, is known."""
     if any(sign in text for sign in "$\\<\u201c\u201d"):
-        text = APART.sub(", ", MIXED.sub(r"\1\2 ", INEQUALITIES.sub(r"< \1 >", text)))
+        text = BETWEEN_DIGITS.sub(", ", MIXED.sub(r"\1\2 ", INEQUALITIES.sub(r"< \1 >", text)))
     text = TAG.sub(" ", text).strip() if "<" in text else text
     text = DOLLARS.sub(r"\\$", text)  # a single "$" before a number is dollars
     return DELIMITER.sub(" ", text).strip() if "$" in text or "\\" in text else text
@@ -162,7 +163,8 @@ def _without_emphasis(text: str) -> str:
     """Remove the marks around the answer, also marks in marks."""
     text = text.strip()
     for _ in range(MOST_ROUNDS if MARK.search(text) else 0):
-        before, text = text, _without_mark(text)
+        before = text
+        text = _without_mark(text)
         if text == before:
             break
     return text

@@ -12,15 +12,28 @@ from rolemesh.rules.boxed import closing_braces
 from rolemesh.rules.characters import FRACTIONS, with_plain_digits
 from rolemesh.rules.numbers import number, spelling
 
-RAISED, LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "₀₁₂₃₄₅₆₇₈₉₋"
+RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻"
+LOWERED = "₀₁₂₃₄₅₆₇₈₉₋"
 # Full-width digits, letters and signs, as Chinese and Japanese keyboards write them.
 FULL_WIDTH = str.maketrans(
     {chr(ord(plain) + 0xFEE0): plain for plain in map(chr, range(0x21, 0x7F)) if plain not in "$\\{}*_`^%#~\"'"}
 )
 # A sign, and what it stands for: θ is \theta.
 GREEK = (
-    *("αalpha", "βbeta", "γgamma", "δdelta", "εepsilon", "θtheta", "λlambda", "μmu", "ρrho", "σsigma", "φphi"),
-    *("ωomega", "ΔDelta", "ΩOmega"),
+    "αalpha",
+    "βbeta",
+    "γgamma",
+    "δdelta",
+    "εepsilon",
+    "θtheta",
+    "λlambda",
+    "μmu",
+    "ρrho",
+    "σsigma",
+    "φphi",
+    "ωomega",
+    "ΔDelta",
+    "ΩOmega",
 )
 UNIT_SIGNS = ("mm", "cm", "km", "kg", "m", "m")  # powers of units are not compared
 CHARACTERS = FULL_WIDTH | str.maketrans(
@@ -191,7 +204,8 @@ def without_wrappers(text: str) -> str:
             dropped += [found.span(), (end, end + 1)]
     if text.startswith("{") and closing.get(0) == len(text) - 1:
         dropped += [(0, 1), (len(text) - 1, len(text))]
-    kept, at = "", 0
+    kept = ""
+    at = 0
     for start, end in [*sorted(dropped), (len(text), len(text))]:
         part = text[at:start]
         is_list = kept.rstrip()[-1:].isdigit() and part.lstrip()[:1].isdigit()
@@ -215,7 +229,8 @@ def brace_fractions(text: str) -> str:
     closing = closing_braces(text)
     characters = list(text)
     for command in re.finditer(r"\\frac", text):
-        at, bare = command.end(), []
+        at = command.end()
+        bare = []
         for _ in range(2):
             found = ARGUMENT.match(text, at)
             if found is None or (found[1] == "{" and found.start(1) not in closing):
@@ -267,17 +282,20 @@ def with_fractions(text: str) -> str:
 
 def _improper(found: re.Match[str]) -> str:
     r"""Write "3\frac{1}{2}" as "\frac{7}{2}"."""
-    sign, (whole, above, below) = found[1], map(int, found.group(2, 3, 4))
+    sign = found[1]
+    whole, above, below = map(int, found.group(2, 3, 4))
     return rf"{sign}\frac{{{whole * below + above}}}{{{below}}}" if above < below else found[0]
 
 
 def _decimal(found: re.Match[str]) -> str:
-    above, below = int(found[3]), int(found[5])
+    above = int(found[3])
+    below = int(found[5])
     sign = "-" if sum(mark == "-" for mark in found.group(1, 2, 4)) % 2 and above else ""
     plain = rf"{sign}\frac{{{above}}}{{{below}}}"
     if below == 0 or Fraction(above, below).denominator != below:
         return plain
-    rest, shift = below, 1
+    rest = below
+    shift = 1
     for prime in (2, 5):
         while rest % prime == 0:
             rest //= prime

@@ -62,7 +62,8 @@ def _tests(ground_truth: Any) -> tuple[Sequence[Any], Sequence[Any], str | None]
     truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     if not isinstance(truth, Mapping) or not {"inputs", "outputs"} <= set(truth):
         raise ValueError(f"ground_truth should hold inputs and outputs; it is {ground_truth!r:.200}")
-    inputs, outputs = truth["inputs"], truth["outputs"]
+    inputs = truth["inputs"]
+    outputs = truth["outputs"]
     if not all(isinstance(texts, list | tuple) for texts in (inputs, outputs)):
         raise ValueError(f"ground_truth should hold lists of inputs and outputs; it is {ground_truth!r:.200}")
     if not inputs or len(inputs) != len(outputs):

@@ -43,7 +43,7 @@ class SandboxUnavailable(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProgramLimits:
     """Limits of a program.
 
     Args:
@@ -62,7 +62,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProgramResult:
     """How a program ended.
 
     `status` is 0, its exit code, or minus the signal that ended it. `idle_s` is the time that it slept, in
@@ -85,7 +85,9 @@ class Sandbox:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
-    def run(self, program: str, stdin: str, limits: Limits, *, function: str | None = None) -> Outcome:
+    def run(
+        self, program: str, stdin: str, limits: ProgramLimits, *, function: str | None = None
+    ) -> ProgramResult:
         """Run a program, or call one of its functions.
 
         Args:
@@ -135,7 +137,7 @@ class Sandbox:
         files = (theirs.fileno(), home)
         # -S -s -B -P: no site-packages, no packages of the user, no bytecode files, no working directory.
         interpreter: str = sys._base_executable  # type: ignore[attr-defined]
-        command = [interpreter, *("-S", "-s", "-B", "-P", "-m", "rolemesh.sandbox.inside")]
+        command = [interpreter, "-S", "-s", "-B", "-P", "-m", "rolemesh.sandbox.inside"]
         try:
             self._control = ours
             self._process = subprocess.Popen(
@@ -156,16 +158,16 @@ class Sandbox:
             theirs.close()
             os.close(home)
         try:
-            if (said := self._answer()) != READY:
-                raise SandboxUnavailable(f"programs cannot be sandboxed here: {said.decode()}")
-            tried = self._run(ESCAPES, "", Limits(), None)
+            if (answer := self._answer()) != READY:
+                raise SandboxUnavailable(f"programs cannot be sandboxed here: {answer.decode()}")
+            tried = self._run(ESCAPES, "", ProgramLimits(), None)
             if (tried.status, tried.output) != (0, "shut in\n"):
                 raise SandboxUnavailable("programs cannot be sandboxed here: a test program could escape")
         except SandboxUnavailable:
             self.close()
             raise
 
-    def _run(self, program: str, stdin: str, limits: Limits, function: str | None) -> Outcome:
+    def _run(self, program: str, stdin: str, limits: ProgramLimits, function: str | None) -> ProgramResult:
         asked = {
             "cpu_s": limits.cpu_s,
             "wall_s": limits.wall_s,
@@ -191,7 +193,7 @@ class Sandbox:
             for file in files:
                 os.close(file)
         status = os.waitstatus_to_exitcode(answer["status"])
-        return Outcome(status, output.decode(errors="replace"), answer["idle_s"])
+        return ProgramResult(status, output.decode(errors="replace"), answer["idle_s"])
 
     def _answer(self) -> bytes:
         assert self._control is not None

@@ -23,9 +23,9 @@ import time
 import types
 from typing import Any
 
-from rolemesh.sandbox import session_inside
+from rolemesh.process_group import die_with_parent
+from rolemesh.sandbox import interpreter_inside
 from rolemesh.sandbox.landlock import no_new_privileges, restrict_to_reading
-from rolemesh.sandbox.parent import die_with_parent
 from rolemesh.sandbox.seccomp import allow_computing_only
 
 NOBODY = 65534  # the user and group that replace root
@@ -53,7 +53,8 @@ exit = quit = sys.exit
 
 
 def main() -> None:
-    control, home = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    control = socket.socket(fileno=int(sys.argv[1]))
+    home = int(sys.argv[2])
     try:
         tasks = shut_in()
     except OSError as error:
@@ -71,9 +72,9 @@ def main() -> None:
             return  # the other end is closed
         asked = json.loads(message)
         if asked.get("session"):
-            if not session_inside.forked(control, files):
+            if not interpreter_inside.forked(control, files):
                 continue
-            session_inside.supervise(asked, files, home, tasks, confine)
+            interpreter_inside.supervise(asked, files, home, tasks, confine)
             return
         report, tell = os.pipe()
         pid = os.fork()
@@ -196,17 +197,19 @@ def outcome(pid: int, report: int, wall_s: float, idle_s: float) -> dict[str, An
     Args:
         pid: the program's process.
         report: the pipe on which it reports why it was not run.
-        wall_s, idle_s: as in Limits.
+        wall_s, idle_s: as in ProgramLimits.
 
     Returns:
         "status", as from waitpid, and "idle_s", the seconds that it slept; or "failed", why it was not run.
     """
-    began, process = time.monotonic(), os.pidfd_open(pid)
+    began = time.monotonic()
+    process = os.pidfd_open(pid)
     with open(report, "rb") as file:
         failed = file.read().decode()
     waiting = select.poll()
     waiting.register(process, select.POLLIN)
-    idle, left = 0.0, min(wall_s, idle_s)
+    idle = 0.0
+    left = min(wall_s, idle_s)
     while left > 0 and not waiting.poll(left * 1000):
         lived = time.monotonic() - began
         idle = idle_time(lived, time.clock_gettime(cpu_clock(pid)))

@@ -10,10 +10,14 @@ import os
 import struct
 from collections.abc import Iterable
 
-CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # the same on x86_64 and aarch64
+# the same on x86_64 and aarch64
+CREATE_RULESET = 444
+ADD_RULE = 445
+RESTRICT_SELF = 446
 RULESET_VERSION = 1
 PATH_BENEATH = 1
-READ_FILE, READ_DIR = 1 << 2, 1 << 3
+READ_FILE = 1 << 2
+READ_DIR = 1 << 3
 PR_SET_NO_NEW_PRIVS = 38
 
 # All rights that can be forbidden, by the version of the ABI that introduced them. All rights that the kernel

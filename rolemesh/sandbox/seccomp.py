@@ -42,19 +42,34 @@ COMPUTE: dict[str, tuple[int | None, int | None]] = {
     "time": (201, None), "gettimeofday": (96, 169), "clock_gettime": (228, 113), "clock_getres": (229, 114),
     "clock_nanosleep": (230, 115), "nanosleep": (35, 101), "getrandom": (318, 278),
 }  # fmt: skip
-OPEN, OPENAT = (2, None), (257, 56)
-CLONE, CLONE3 = (56, 220), (435, 435)
-FCNTL, PRLIMIT64 = (72, 25), (302, 261)
+OPEN = (2, None)
+OPENAT = (257, 56)
+CLONE = (56, 220)
+CLONE3 = (435, 435)
+FCNTL = (72, 25)
+PRLIMIT64 = (302, 261)
 
 CLONE_THREAD = 0x10000
 TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC = 0, 1, 2, 3, 1030
+F_DUPFD = 0
+F_GETFD = 1
+F_SETFD = 2
+F_GETFL = 3
+F_DUPFD_CLOEXEC = 1030
 
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-LOAD, JUMP_EQUAL, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
-AT_NUMBER, AT_ARCH, AT_ARGUMENTS = 0, 4, 16
-PR_SET_SECCOMP, MODE_FILTER = 22, 2
+ALLOW = 0x7FFF0000
+KILL = 0x80000000
+ERRNO = 0x00050000
+LOAD = 0x20
+JUMP_EQUAL = 0x15
+JUMP_ANY_BIT = 0x45
+RETURN = 0x06
+AT_NUMBER = 0
+AT_ARCH = 4
+AT_ARGUMENTS = 16
+PR_SET_SECCOMP = 22
+MODE_FILTER = 2
 
 Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
 

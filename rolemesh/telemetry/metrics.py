@@ -29,7 +29,7 @@ NONFINITE_GRADIENTS = Counter(
     "rolemesh_nonfinite_gradients", "Optimizer steps skipped for a NaN or infinite gradient", ["role"]
 )
 
-# ------------------------------------------------------------------ ranks of a role (rolemesh/ranks/load.py)
+# ------------------------------------------------------- ranks of a role (rolemesh/ranks/rank_load.py)
 RANK_TOKENS = Counter(
     "rolemesh_rank_tokens",
     "Tokens that a rank computed, without fillers, in a role of several ranks",

@@ -23,11 +23,14 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 
-COMPUTES, TRANSFER, WRITES_TRACE = "computes", "transfer", "writes its trace"
+COMPUTES = "computes"
+TRANSFER = "transfer"
+WRITES_TRACE = "writes its trace"
 COLLECTIVES = "collectives"
 SHORTEST_S = 20e-6  # shorter calls and parts are not recorded
 MOST_PARTS = 2000  # of a server's report, which is metadata of its answer; each takes up to 80 bytes
-CONTROLLER, PHASES = "controller", "controller: phases"
+CONTROLLER = "controller"
+PHASES = "controller: phases"
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Part:
 
 
 @dataclass
-class Call:
+class TimedCall:
     """One call of a method.
 
     Args:
@@ -105,7 +108,8 @@ class Call:
         except (ValueError, TypeError, OverflowError, RecursionError) as error:  # it is only drawn
             log.warning("%s: its timeline of %s cannot be read: %s", self.where, self.name, error)
             return
-        at, now = self.began, time.perf_counter()
+        at = self.began
+        now = time.perf_counter()
         arrived = at + max(0.0, now - at - seconds) / 2
         for name, began, ended, rank in parts:
             if rank is None:
@@ -116,14 +120,16 @@ class Call:
         self.add(TRANSFER, at, now)
 
 
-calls: ContextVar[list[Call] | None] = ContextVar("calls", default=None)
-_current: ContextVar[Call | None] = ContextVar("_current", default=None)  # the innermost call that is recorded
+calls: ContextVar[list[TimedCall] | None] = ContextVar("calls", default=None)
+_current: ContextVar[TimedCall | None] = ContextVar(
+    "_current", default=None
+)  # the innermost call that is recorded
 
 
 @contextmanager
-def recorded(where: str, name: str, batch: object = None, *, waits_for: str = "") -> Iterator[Call]:
+def recorded(where: str, name: str, batch: object = None, *, waits_for: str = "") -> Iterator[TimedCall]:
     """Wrap a call. When it ends, append it to `calls`, unless nothing is recorded or it was too short."""
-    call = Call(where, name, time.perf_counter(), waits_for=waits_for)
+    call = TimedCall(where, name, time.perf_counter(), waits_for=waits_for)
     outer = _current.get()
     _current.set(call)
     try:
@@ -138,9 +144,9 @@ def recorded(where: str, name: str, batch: object = None, *, waits_for: str = ""
 
 
 def add_ranks(began: float, seconds: Sequence[tuple[float, float]]) -> None:
-    """Record in the running call what each rank did in a command that was given at `began`.
+    """Record in the running call what each rank did in a command that began at `began`.
 
-    Clocks of two ranks are never compared, so all are drawn as if they began when the command was given. A
+    Clocks of two ranks are never compared, so all are drawn as if they began when rank 0 did. A
     rank's collectives are drawn as one part after its computing, although the two alternate.
 
     Args:
@@ -154,8 +160,8 @@ def add_ranks(began: float, seconds: Sequence[tuple[float, float]]) -> None:
         call.add(COLLECTIVES, began + whole - waited, began + whole, rank)
 
 
-def report_of(written: Sequence[Call], began: float) -> str:
-    """Report a server's parts for a request that arrived at `began`, as JSON for `Call.heard`.
+def report_of(written: Sequence[TimedCall], began: float) -> str:
+    """Report a server's parts for a request that arrived at `began`, as JSON for `TimedCall.heard`.
 
     Of more than MOST_PARTS the shortest of ranks are left out: an update has two for each rank and mini-batch.
     """
@@ -194,7 +200,7 @@ def sizes_of(batch: object) -> dict[str, int]:
 # ------------------------------------------------------------------------------------- drawing
 
 
-def to_chrome(written: Sequence[Call], step: Call) -> dict[str, Any]:
+def to_chrome(written: Sequence[TimedCall], step: TimedCall) -> dict[str, Any]:
     """Convert a step to Chrome's trace format, which Perfetto reads.
 
     Times are microseconds since 1970 by the controller's clock. Each place is a group of rows. Its first rows

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from rolemesh.errors import CheckpointFailed, InvalidConfig, ModelNotFound, RoleUnavailable
 from rolemesh.home import Home, OutsideHome
-from rolemesh.ranks.agreement import agreed, on_first
-from rolemesh.ranks.files import HostRows, copied, write_rows, writing
+from rolemesh.ranks.collective_errors import on_first, raise_on_all_ranks
 from rolemesh.ranks.ranks import Ranks
+from rolemesh.ranks.sharded_files import HostRows, copied, write_rows, writing
 from rolemesh.ranks.sharding import local
 from rolemesh.telemetry.logs import drop_frames
 from rolemesh.training.optimizer import Optimizer
@@ -53,7 +53,9 @@ class CheckpointWriter:
     """
 
     def __init__(self, home: Home, role: str, ranks: Ranks | None = None, *, dtype: str = "float32") -> None:
-        self._home, self._role, self._dtype = home, role, dtype
+        self._home = home
+        self._role = role
+        self._dtype = dtype
         self._ranks = (ranks or Ranks.alone()).beside
         self._thread = ThreadPoolExecutor(1, f"{role}-checkpoints")
         self._directory = Path()
@@ -76,11 +78,13 @@ class CheckpointWriter:
                 exists), or no file can be created in it.
         """
         self.wait()
-        self._directory, self._written = directory, None
+        self._directory = directory
+        self._written = None
         opened = ExitStack()
-        with agreed(self._ranks), self._explained(directory):
-            with agreed(self._ranks), optimizer.on_device():
-                write_model, moments = copy_model(), copied(optimizer.state_tensors(), self._ranks)
+        with raise_on_all_ranks(self._ranks), self._explained(directory):
+            with raise_on_all_ranks(self._ranks), optimizer.on_device():
+                write_model = copy_model()
+                moments = copied(optimizer.state_tensors(), self._ranks)
             into = opened.enter_context(writing(self._home, directory, self._ranks))
         state = {"role": optimizer.role, "dtype": self._dtype, "num_updates": optimizer.num_updates}
         self._written = self._thread.submit(self._write, into, opened, write_model, moments, state)
@@ -95,7 +99,7 @@ class CheckpointWriter:
     ) -> None:
         ranks = self._ranks
         try:
-            with agreed(ranks), self._explained(into), opened:
+            with raise_on_all_ranks(ranks), self._explained(into), opened:
                 write_model(into, ranks)
                 write_rows(into / OPTIMIZER_FILE, moments, ranks)
                 on_first(ranks, (into / STATE_FILE).write_text, json.dumps(state) + "\n")
@@ -183,7 +187,7 @@ def load_checkpoint(
         return
     moments: Mapping[str, Tensor] = {}
     num_updates = 0
-    with agreed(ranks or Ranks.alone()):
+    with raise_on_all_ranks(ranks or Ranks.alone()):
         if directory is None:
             saved = read_weights(None)
         else:

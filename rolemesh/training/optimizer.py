@@ -14,11 +14,11 @@ from torch.autograd.graph import increment_version
 from rolemesh.algos.learning_rate import learning_rate
 from rolemesh.config.model import OptimConfig
 from rolemesh.errors import InvalidConfig, UpdateFailed
-from rolemesh.ranks.files import TensorFiles
 from rolemesh.ranks.ranks import Ranks
+from rolemesh.ranks.sharded_files import TensorFiles
 from rolemesh.ranks.sharding import clip, gradient_norm, local
 from rolemesh.telemetry.metrics import NONFINITE_GRADIENTS
-from rolemesh.workers.parking import Parking
+from rolemesh.workers.offloading import Offloader
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
@@ -34,14 +34,14 @@ class Optimizer:
         updates_per_step: optimizer steps in a training step, which share one learning rate.
         role: for messages and metrics.
         ranks: over which the model is sharded.
-        parks: takes a function that lists the state's tensors, and returns their Parking, which moves them
-            off the device. They come back when they are needed. None: they stay on the device.
+        offloader_of: takes a function that lists the state's tensors, and returns their Offloader, which
+            moves them off the device. They come back when they are needed. None: they stay on the device.
         offload: whether the state leaves the device after each step.
 
     Attributes:
         num_training_steps: as above. It is set when a run begins.
         num_updates: steps made.
-        parking: of the state; None: it stays on the device.
+        offloader: of the state; None: it stays on the device.
         is_untouched: True while model and state are as before the first update: no step was begun, not even
             one that failed, and no checkpoint was loaded.
     """
@@ -56,17 +56,22 @@ class Optimizer:
         updates_per_step: int = 1,
         role: str,
         ranks: Ranks | None = None,
-        parks: Callable[..., Parking] | None = None,
+        offloader_of: Callable[..., Offloader] | None = None,
         offload: bool = False,
     ) -> None:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         sharded = [local(parameter) is not parameter for parameter in self.parameters.values()]
         assert ranks is None or ranks.size == 1 or all(sharded), "some weights are gathered: reshard the Root"
-        self.config, self.grad_clip, self.role = config, grad_clip, role
-        self.num_training_steps, self.updates_per_step = num_training_steps, updates_per_step
-        self.num_updates, self.is_untouched, self._ranks = 0, True, ranks or Ranks.alone()
+        self.config = config
+        self.grad_clip = grad_clip
+        self.role = role
+        self.num_training_steps = num_training_steps
+        self.updates_per_step = updates_per_step
+        self.num_updates = 0
+        self.is_untouched = True
+        self._ranks = ranks or Ranks.alone()
         self._offload = offload
-        self.parking = parks(self.tensors) if parks else None
+        self.offloader = offloader_of(self.tensors) if offloader_of else None
         self._nonfinite = NONFINITE_GRADIENTS.labels(role)
         self._adamw = torch.optim.AdamW(
             self.parameters.values(),
@@ -127,16 +132,16 @@ class Optimizer:
     @contextmanager
     def on_device(self) -> Iterator[None]:
         """Have the state on the device within the context. It stays there afterwards, unless offloaded."""
-        if self.parking is not None:
-            self.parking.unpark()
+        if self.offloader is not None:
+            self.offloader.reload()
         try:
             yield
         finally:
-            if self.parking is not None and self._offload:
-                self.parking.park()
+            if self.offloader is not None and self._offload:
+                self.offloader.offload()
 
     def _count_changes(self) -> None:
-        """Count a write in the versions of weights and state. Parking finds changes by these versions.
+        """Count a write in the versions of weights and state. The Offloader finds changes by these versions.
 
         Torch counts no write to a DTensor in the version of its local part. Frozen weights are not counted.
         """
@@ -176,7 +181,8 @@ class Optimizer:
             ModelNotFound: the file is absent or damaged.
             ValueError: the tensors belong to another model.
         """
-        files, rows = TensorFiles([file]), {}
+        files = TensorFiles([file])
+        rows = {}
         owners = self._owners(files.names)
         for name in files.names:
             like = torch.zeros(()) if name.endswith(".step") else self.parameters[owners[name]]

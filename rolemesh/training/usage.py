@@ -15,7 +15,7 @@ import torch
 from rolemesh.config.model import ModelConfig, PolicyModelConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import RolemeshError
-from rolemesh.planner.devices import peak_flops
+from rolemesh.planner.device_specs import peak_flops
 from rolemesh.planner.shapes import ModelShape, read_shape
 from rolemesh.roles import Metrics
 
@@ -45,7 +45,8 @@ def update_flops(
             gradients of their own.
     """
     mask = batch["attention_mask"]
-    tokens, predicted = int(mask.sum()), int(batch["response_mask"].sum())
+    tokens = int(mask.sum())
+    predicted = int(batch["response_mask"].sum())
     # The positions of a context of n tokens are 0 to n - 1, and the sum of 2p + 1 over them is n².
     squares = 2 * int((batch["position_ids"] * mask).sum()) + tokens
     head = shape.hidden * (1 if scores else shape.vocabulary)
@@ -69,7 +70,9 @@ class GpuUsage:
     def __init__(
         self, role: str, model: ModelConfig, device: torch.device, num_ranks: int, epochs: int
     ) -> None:
-        self._role, self._epochs, self._on_gpu = role, epochs, device.type == "cuda"
+        self._role = role
+        self._epochs = epochs
+        self._on_gpu = device.type == "cuda"
         name = torch.cuda.get_device_properties(device).name if self._on_gpu else ""
         rate = peak_flops(name, model.dtype)
         self._shape = _shape(model, role) if rate else None

@@ -30,8 +30,11 @@ ALIGNMENT = 64
 MAX_REGION_BYTES = 1 << 42  # 4 TiB: a trillion parameters in float32
 # A relay passes a piece on once it is whole. Pieces are small next to a model, large next to a call's overhead.
 PIECE_BYTES = 4 << 20
-MIN_PIECE_BYTES, MAX_PIECE_BYTES = 1 << 16, 1 << 26
-_WEIGHTS, _SHAPE = 2, 3  # fields of WeightManifest and WeightSpec
+MIN_PIECE_BYTES = 1 << 16
+MAX_PIECE_BYTES = 1 << 26
+# fields of WeightManifest and WeightSpec
+_WEIGHTS = 2
+_SHAPE = 3
 MAX_VERSION = (1 << 63) - 1  # `weight_versions` of a response is int64
 MAX_NUMBER_BYTES = 10  # of a varint
 DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -81,12 +84,15 @@ def lay_out(version: int, tensors: Mapping[str, Tensor], dtype: torch.dtype | No
     Floating-point tensors of two axes or more have `dtype` there, if it is given. Vectors have float32 then:
     they are few bytes, and an engine may hold one so (the router's bias of DeepSeek-V3).
     """
-    manifest, end = WeightManifest(version=version, piece_bytes=PIECE_BYTES), 0
+    manifest = WeightManifest(version=version, piece_bytes=PIECE_BYTES)
+    end = 0
     for name, tensor in tensors.items():
         own = tensor.dtype
         if dtype is not None and tensor.is_floating_point():
             own = dtype if tensor.dim() > 1 else torch.promote_types(own, torch.float32)
-        offset, num_bytes = aligned(end), tensor.numel() * own.itemsize  # whole, also if sharded
+        # whole, also if sharded
+        offset = aligned(end)
+        num_bytes = tensor.numel() * own.itemsize
         manifest.weights.append(
             WeightSpec(
                 name=name,
@@ -148,7 +154,8 @@ def check_manifest(manifest: WeightManifest, version: int) -> None:
     """Check a parsed manifest: raise WeightsUnavailable if its parts are invalid or inconsistent."""
     if manifest.version != version:
         raise WeightsUnavailable(f"asked for weights version {version}, got the manifest of {manifest.version}")
-    names, end = set(), 0
+    names = set()
+    end = 0
     for spec in manifest.weights:
         where = f"weights version {version}, {spec.name!r}"
         if spec.name in names:
@@ -178,7 +185,8 @@ def check_manifest(manifest: WeightManifest, version: int) -> None:
             f"weights version {version}: pieces of {manifest.piece_bytes} bytes; {MIN_PIECE_BYTES} to "
             f"{MAX_PIECE_BYTES} are accepted"
         )
-    num_checksums, num_pieces = len(manifest.piece_checksums), -(-end // manifest.piece_bytes)
+    num_checksums = len(manifest.piece_checksums)
+    num_pieces = -(-end // manifest.piece_bytes)
     if num_checksums != num_pieces:
         raise WeightsUnavailable(f"weights version {version}: {num_checksums} checksums, {num_pieces} pieces")
 

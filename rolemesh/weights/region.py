@@ -24,7 +24,8 @@ try:  # only on Linux
     from fcntl import F_ADD_SEALS, F_GET_SEALS, F_SEAL_GROW, F_SEAL_SHRINK, F_SEAL_WRITE, fcntl
     from os import MFD_ALLOW_SEALING, MFD_CLOEXEC, memfd_create
 
-    CAN_SHARE, FIXED_SIZE = True, F_SEAL_SHRINK | F_SEAL_GROW
+    CAN_SHARE = True
+    FIXED_SIZE = F_SEAL_SHRINK | F_SEAL_GROW
 except ImportError:
     CAN_SHARE = False
 
@@ -71,8 +72,11 @@ class WeightRegion:
     def __init__(self, num_bytes: int, is_filled: bool = True) -> None:
         self._hold(_new_file(num_bytes) if CAN_SHARE else None, num_bytes, is_own=True, reserves=is_filled)
 
-    def _hold(self, fd: int | None, num_bytes: int, is_own: bool, reserves: bool) -> None:
-        self._fd, self.num_bytes, self.is_own, self._can_write = fd, num_bytes, is_own, is_own
+    def _hold(self, fd: int | None, num_bytes: int, *, is_own: bool, reserves: bool) -> None:
+        self._fd = fd
+        self.num_bytes = num_bytes
+        self.is_own = is_own
+        self._can_write = is_own
         self._pages: weakref.ref[mmap.mmap] | None = None  # mapped for writing, while threads write
         self._mapping = threading.Lock()
         if fd is not None:
@@ -131,7 +135,8 @@ class WeightRegion:
             return
         while data.nbytes:
             written = os.pwrite(self._fd, data, offset)
-            offset, data = offset + written, data[written:]
+            offset = offset + written
+            data = data[written:]
 
     def fill(self, offset: int, data: memoryview) -> None:
         """Write bytes at an offset. `num_threads` threads do so at the same time.

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from rolemesh.errors import InvalidBatch, InvalidConfig, WeightsUnavailable
 from rolemesh.rpc import tls
-from rolemesh.rpc.answers import read_answer
 from rolemesh.rpc.channels import check_address, open_channel
 from rolemesh.rpc.contract import WEIGHTS, rpcs, serializer
+from rolemesh.rpc.unary_answers import read_answer
 from rolemesh.telemetry import metrics
 from rolemesh.v1.weights_pb2 import (
     FetchRangeRequest,
@@ -24,13 +24,13 @@ from rolemesh.v1.weights_pb2 import (
     WatchRegionRequest,
     WeightManifest,
 )
-from rolemesh.weights.held import HeldVersion
 from rolemesh.weights.manifest import check_digest, check_version, name_of, outline, read_manifest
+from rolemesh.weights.published import WeightVersion
 from rolemesh.weights.region import WeightRegion
-from rolemesh.weights.source import Fits
 from rolemesh.weights.store import WeightStore
-from rolemesh.weights.striped_pull import DamagedTwice, HolderFailed, StripedPull
+from rolemesh.weights.striped_pull import DamagedTwice, StripedPull, StripeServerFailed
 from rolemesh.weights.stripes import check_holders, stripes_of
+from rolemesh.weights.weight_source import Fits
 from rolemesh.wire.frame import split_frame
 
 log = logging.getLogger(__name__)
@@ -53,9 +53,10 @@ RPCS = {rpc.name: rpc for rpc in rpcs(WEIGHTS)}
 class _SourceFailed(Exception):
     """Raised to give up on a source. `reason` labels the metric; if `final`, the source is not asked again."""
 
-    def __init__(self, reason: str, message: str, final: bool) -> None:
+    def __init__(self, reason: str, message: str, *, final: bool) -> None:
         super().__init__(message)
-        self.reason, self.final = reason, final
+        self.reason = reason
+        self.final = final
 
 
 class RemoteWeights:
@@ -85,9 +86,11 @@ class RemoteWeights:
         _check_sources(sources)
         check_version(version)
         check_digest(digest)
-        self.sources, self.digest = list(sources), digest
+        self.sources = list(sources)
+        self.digest = digest
         self.is_fetched = False
-        self._version, self._timeout_s = version, timeout_s
+        self._version = version
+        self._timeout_s = timeout_s
         self._store = store or WeightStore()
         self._problems: dict[str, str] = {}
         self._striped: StripedPull | None = None  # begun, and of no other source since
@@ -103,7 +106,7 @@ class RemoteWeights:
         return name_of(self._version, self.digest)
 
     @property
-    def holding(self) -> HeldVersion:
+    def holding(self) -> WeightVersion:
         """The version as this process holds it after `fetch`. Raises WeightsUnavailable once it is released."""
         if (held := self._held()) is None:
             raise WeightsUnavailable(f"weights version {self._version} is no longer held here")
@@ -111,7 +114,8 @@ class RemoteWeights:
 
     async def fetch(self, fits: Fits | None = None) -> dict[str, Tensor]:
         """Pull the version; if this process already holds all of it, return its tensors without a copy."""
-        held, self._fits = self._held(), fits or self._fits
+        held = self._held()
+        self._fits = fits or self._fits
         if held is not None:
             self._fits(outline(held.manifest))
         if held is None or not held.is_whole:
@@ -140,13 +144,13 @@ class RemoteWeights:
 
         return await asyncio.to_thread(read)
 
-    def _held(self) -> HeldVersion | None:
+    def _held(self) -> WeightVersion | None:
         return self._store.find(self._version, self.digest)
 
-    async def _pull(self) -> HeldVersion:
+    async def _pull(self) -> WeightVersion:
         return await self._map_the_actors() or await self._pull_from_all()
 
-    async def _map_the_actors(self) -> HeldVersion | None:
+    async def _map_the_actors(self) -> WeightVersion | None:
         """Map the version in the actor's memory, if the actor is on this machine; else return None.
 
         Nothing is sent, and there is no need to wait for a relay.
@@ -154,24 +158,26 @@ class RemoteWeights:
         if self._held() is not None:  # already begun from another source
             return None
         async with open_channel(self.sources[-1], "actor") as channel:
-            source = _Source(channel, self._version, self.digest)
+            source = _PeerCall(channel, self._version, self.digest)
             try:
                 serialized, shared, _ = await source.manifest(0.0)
                 manifest = await self._read(serialized)
                 region = WeightRegion.open(shared, manifest.region_bytes) if shared else None
                 if region is None or not region.is_sealed:
                     return None
-                holding = HeldVersion(serialized, manifest, region, "rollout")
+                holding = WeightVersion(serialized, manifest, region, "rollout")
                 await source.map(holding)
                 self._store.put(holding)
                 return holding
             except (grpc.aio.AioRpcError, TimeoutError, WeightsUnavailable, InvalidBatch):
                 return None  # not reported here: _pull_from_all can ask the actor again, and reports its error
 
-    async def _pull_from_all(self) -> HeldVersion:
+    async def _pull_from_all(self) -> WeightVersion:
         """Try each source in turn, resuming at the last verified byte, until all is here or none is left."""
-        candidates, now = list(self.sources), asyncio.get_running_loop().time
-        last_progress, before = now(), self._num_verified()
+        candidates = list(self.sources)
+        now = asyncio.get_running_loop().time
+        last_progress = now()
+        before = self._num_verified()
         while candidates and now() < last_progress + PATIENCE_S:
             for address in list(candidates):
                 try:
@@ -183,7 +189,8 @@ class RemoteWeights:
                     if failure.final:
                         candidates.remove(address)
                 if self._num_verified() >= before + LEAST_BYTES:
-                    last_progress, before = now(), self._num_verified()
+                    last_progress = now()
+                    before = self._num_verified()
             await asyncio.sleep(RETRY_S)
         raise self._failed()
 
@@ -199,10 +206,10 @@ class RemoteWeights:
             f"weights version {self._version} did not arrive beyond {have}{when}; " + "; ".join(reasons)
         )
 
-    async def _pull_from(self, address: str) -> HeldVersion:
+    async def _pull_from(self, address: str) -> WeightVersion:
         kind = "actor" if address == self.sources[-1] else "rollout"
         async with open_channel(address, kind) as channel:
-            source = _Source(channel, self._version, self.digest)
+            source = _PeerCall(channel, self._version, self.digest)
             try:
                 holding, striped = await self._open(source, 0.0 if kind == "actor" else RELAY_WAIT_S)
                 damaged_at = -1
@@ -225,7 +232,7 @@ class RemoteWeights:
                 raise _failure(error) from error
 
     async def _pull_stripes(
-        self, holding: HeldVersion, source: _Source, address: str, holders: StripedHolders
+        self, holding: WeightVersion, source: _PeerCall, address: str, holders: StripedHolders
     ) -> None:
         """Pull from all holders of a striped version: the source, the first, and those that it names."""
         stripes = stripes_of(holders, holding.manifest.piece_bytes)
@@ -236,11 +243,11 @@ class RemoteWeights:
         received = metrics.WEIGHTS_RECEIVED_BYTES.labels("actor")
         async with AsyncExitStack() as stack:
             channels = [await stack.enter_async_context(open_channel(each, "actor")) for each in addresses[1:]]
-            sources = [source, *(_Source(channel, self._version, self.digest) for channel in channels)]
+            sources = [source, *(_PeerCall(channel, self._version, self.digest) for channel in channels)]
             try:
                 async with _Pace(holding) as pace:
                     await pull.run([each.fetch for each in sources], received.inc, pace.keep)
-            except HolderFailed as failure:
+            except StripeServerFailed as failure:
                 raise _failure(failure.error, addresses[failure.number]) from failure
             except TimeoutError as error:
                 raise _failure(error, addresses[pull.is_waiting_for]) from error
@@ -248,7 +255,7 @@ class RemoteWeights:
                 where = addresses[stripes.holder_of(holding.num_verified)]
                 raise _SourceFailed("damaged", f"{error}, from {where}", final=True) from error
 
-    async def _open(self, source: _Source, wait_s: float) -> tuple[HeldVersion, StripedHolders | None]:
+    async def _open(self, source: _PeerCall, wait_s: float) -> tuple[WeightVersion, StripedHolders | None]:
         """Return the version to fill: the one begun earlier, or a new one in shared or own memory.
 
         Also return who holds it, if the source holds only stripes.
@@ -260,7 +267,7 @@ class RemoteWeights:
             return held, striped
         manifest = await self._read(serialized)
         region = WeightRegion.open(shared, manifest.region_bytes) if shared else None
-        holding = HeldVersion(serialized, manifest, region or WeightRegion(manifest.region_bytes), "rollout")
+        holding = WeightVersion(serialized, manifest, region or WeightRegion(manifest.region_bytes), "rollout")
         self._store.put(holding)
         return holding, striped
 
@@ -293,8 +300,9 @@ def _failure(error: Exception, where: str = "") -> _SourceFailed:
 class _Pace:
     """Context that raises TimeoutError unless LEAST_BYTES of the version are verified in every STALL_S."""
 
-    def __init__(self, holding: HeldVersion) -> None:
-        self._holding, self._reached = holding, holding.num_verified
+    def __init__(self, holding: WeightVersion) -> None:
+        self._holding = holding
+        self._reached = holding.num_verified
         self._timeout = asyncio.timeout(STALL_S)
 
     async def __aenter__(self) -> _Pace:
@@ -311,26 +319,28 @@ class _Pace:
             self._timeout.reschedule(asyncio.get_running_loop().time() + STALL_S)
 
 
-class _Source:
+class _PeerCall:
     """Calls one holder. A call that does not deliver LEAST_BYTES in STALL_S raises TimeoutError."""
 
     def __init__(self, channel: grpc.aio.Channel, version: int, digest: str) -> None:
         self._channel = channel
-        self._of: dict[str, Any] = {"version": version, "digest": digest}
+        self._version_fields: dict[str, Any] = {"version": version, "digest": digest}
 
     async def manifest(self, wait_s: float) -> tuple[bytes, Any, Any]:
         """Return the serialized manifest, the shared region or None, and the holders of stripes or None."""
-        call = self._call("GetManifest", GetManifestRequest(**self._of, wait_s=wait_s))
+        call = self._call("GetManifest", GetManifestRequest(**self._version_fields, wait_s=wait_s))
         async with asyncio.timeout(wait_s + STALL_S):
             serialized = await call
             check_holders(memoryview(serialized))
             answer: Any = await read_answer(RPCS["GetManifest"], serialized)
-        shared, striped = (getattr(answer, f) if answer.HasField(f) else None for f in ("shared", "striped"))
+        shared = answer.shared if answer.HasField("shared") else None
+        striped = answer.striped if answer.HasField("striped") else None
         return answer.manifest, shared, striped
 
-    async def receive(self, holding: HeldVersion, kind: str) -> bool:
+    async def receive(self, holding: WeightVersion, kind: str) -> bool:
         """Fetch all bytes that are not verified yet. False if a piece arrived damaged."""
-        at, end = holding.num_verified, holding.num_bytes
+        at = holding.num_verified
+        end = holding.num_bytes
         received = metrics.WEIGHTS_RECEIVED_BYTES.labels(kind)
         async with _Pace(holding) as pace, aclosing(self.fetch(at, end)) as messages:
             async for data in messages:
@@ -347,7 +357,7 @@ class _Source:
 
     async def fetch(self, at: int, end: int) -> AsyncGenerator[memoryview, None]:
         """Yield the bytes [at, end), a message at a time; fewer of them, or more, are an error."""
-        request = FetchRangeRequest(**self._of, offset=at, length=end - at)
+        request = FetchRangeRequest(**self._version_fields, offset=at, length=end - at)
         async with aclosing(self._stream("FetchRange", request)) as frames:
             async for frame in frames:
                 _, data = split_frame(frame)
@@ -358,14 +368,14 @@ class _Source:
         if at < end:
             raise WeightsUnavailable(f"the stream ended at byte {at} of {end}")
 
-    async def map(self, holding: HeldVersion) -> None:
+    async def map(self, holding: WeightVersion) -> None:
         """Follow the progress of a region mapped from another process, until it is whole.
 
         Bytes count as verified as far as that process reports. It seals the region once all of it is verified,
         and nobody can change it after that. So no byte is read here.
         """
         if not holding.region.is_sealed:
-            request = WatchRegionRequest(**self._of)
+            request = WatchRegionRequest(**self._version_fields)
             async with _Pace(holding) as pace, aclosing(self._stream("WatchRegion", request)) as answers:
                 async for data in answers:
                     answer: Any = await read_answer(RPCS["WatchRegion"], data)

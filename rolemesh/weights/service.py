@@ -43,7 +43,8 @@ class WeightsServicer(WeightsServiceBase):
 
     async def FetchRange(self, request: FetchRangeRequest, context: Context) -> AsyncIterator[bytes]:
         holding = await self._store.get(request.version, request.digest)
-        at, end = request.offset, request.offset + request.length
+        at = request.offset
+        end = request.offset + request.length
         if end > holding.num_bytes:
             raise InvalidBatch(
                 f"asked for bytes {at} to {end} of weights version {holding.version}, which has "

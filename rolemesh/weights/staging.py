@@ -82,7 +82,8 @@ class Staging:
         while len(data):
             count = min(len(data), self._filling.room)
             self._filling.take(at, data[:count])
-            at, data = at + count, data[count:]
+            at = at + count
+            data = data[count:]
             if not self._filling.room:
                 self._turn()
 
@@ -126,7 +127,9 @@ class _Buffer:
         """Wait for the copies, and return their parts."""
         if self._copied is not None:
             self._copied.synchronize()
-        parts, self._parts, self._used = self._parts, [], 0
+        parts = self._parts
+        self._parts = []
+        self._used = 0
         return parts
 
 
@@ -177,13 +180,15 @@ class _Loading:
         if not own.is_contiguous():
             own.detach().copy_(theirs)
             return
-        own, theirs = own.detach().view(-1), theirs.contiguous().view(-1)
+        own = own.detach().view(-1)
+        theirs = theirs.contiguous().view(-1)
         while len(theirs):
             count = min(len(theirs), (len(self._buffers[0]) - self._used) // theirs.itemsize)
             if count > 0:
                 self._parts.append((own[:count], theirs[:count], self._used))
                 self._used = aligned(self._used + count * theirs.itemsize)
-                own, theirs = own[count:], theirs[count:]
+                own = own[count:]
+                theirs = theirs[count:]
             else:
                 self._turn()
 
@@ -209,7 +214,9 @@ class _Loading:
             own.copy_(here, non_blocking=True)
         if self._copied:
             self._copied[which].record()
-        self._parts, self._used, self._num_turns = [], 0, self._num_turns + 1
+        self._parts = []
+        self._used = 0
+        self._num_turns = self._num_turns + 1
 
 
 def _copy(data: Tensor, to: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from rolemesh.errors import WeightsUnavailable
-from rolemesh.weights.held import HeldVersion, Notifier
+from rolemesh.weights.published import Notifier, WeightVersion
 
 
 class WeightStore:
@@ -16,10 +16,10 @@ class WeightStore:
     """
 
     def __init__(self) -> None:
-        self._held: HeldVersion | None = None
+        self._held: WeightVersion | None = None
         self._changed = Notifier()
 
-    def put(self, holding: HeldVersion) -> None:
+    def put(self, holding: WeightVersion) -> None:
         """Hold this version, and release the one before."""
         self.clear(f"version {holding.version} is held")
         self._held = holding
@@ -31,12 +31,12 @@ class WeightStore:
             self._held.close(why)
         self._held = None
 
-    def find(self, version: int, digest: str) -> HeldVersion | None:
+    def find(self, version: int, digest: str) -> WeightVersion | None:
         """Return the version if it is held, even in part; else None."""
         held = self._held
         return held if held is not None and (held.version, held.digest) == (version, digest) else None
 
-    async def get(self, version: int, digest: str, wait_s: float = 0.0) -> HeldVersion:
+    async def get(self, version: int, digest: str, wait_s: float = 0.0) -> WeightVersion:
         """Return the version, waiting up to `wait_s` seconds for it to arrive.
 
         Raises:

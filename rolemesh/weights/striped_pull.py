@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
-from rolemesh.weights.held import HeldVersion
+from rolemesh.weights.published import WeightVersion
 from rolemesh.weights.stripes import Stripes
 
 # Streams the bytes [start, end) of a version from one holder. It yields all of them or raises.
 Fetch = Callable[[int, int], AsyncGenerator[memoryview, None]]
 
 
-class HolderFailed(Exception):
+class StripeServerFailed(Exception):
     """Raised if a holder did not send its stripes.
 
     Args:
@@ -23,7 +23,8 @@ class HolderFailed(Exception):
 
     def __init__(self, number: int, error: Exception) -> None:
         super().__init__(f"holder {number}: {error}")
-        self.number, self.error = number, error
+        self.number = number
+        self.error = error
 
 
 class DamagedTwice(Exception):
@@ -41,8 +42,9 @@ class StripedPull:
         stripes: its division among holders.
     """
 
-    def __init__(self, holding: HeldVersion, stripes: Stripes) -> None:
-        self.holding, self.stripes = holding, stripes
+    def __init__(self, holding: WeightVersion, stripes: Stripes) -> None:
+        self.holding = holding
+        self.stripes = stripes
         first = holding.num_verified
         self._next = [stripes.next_of(number, first) for number in range(stripes.num_holders)]
         self._fetched_again: set[int] = set()
@@ -64,11 +66,14 @@ class StripedPull:
             verified: called when more bytes are verified.
 
         Raises:
-            HolderFailed: a holder did not send what it has. The other streams are cut.
+            StripeServerFailed: a holder did not send what it has. The other streams are cut.
             DamagedTwice: a piece arrived damaged twice.
         """
-        self._fetches, self._arrived, self._verified = fetches, arrived, verified
-        self._fetched_again, self._is_repairing = set(), False
+        self._fetches = fetches
+        self._arrived = arrived
+        self._verified = verified
+        self._fetched_again = set()
+        self._is_repairing = False
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 for number in range(self.stripes.num_holders):
@@ -96,7 +101,7 @@ class StripedPull:
                 except StopAsyncIteration:
                     return
                 except Exception as error:
-                    raise HolderFailed(number, error) from error
+                    raise StripeServerFailed(number, error) from error
                 await self._write(start, data)
                 start += data.nbytes
                 self._arrived(data.nbytes)

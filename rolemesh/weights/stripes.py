@@ -55,7 +55,7 @@ class HeldStripes:
     """The stripes of a version that this process holds.
 
     Args:
-        stripes: how the version is dealt.
+        stripes: how the version is divided.
         number: of this holder.
         addresses: host:port of holders 1, 2 and so on.
     """
@@ -87,7 +87,7 @@ def check_holders(answer: memoryview) -> None:
 
 
 def stripes_of(holders: StripedHolders, piece_bytes: int) -> Stripes:
-    """Check a received message, and return how the version is dealt.
+    """Check a received message, and return how the version is divided.
 
     Raises:
         WeightsUnavailable: there are no stripes or holders, too many holders, an address that is not host:port,

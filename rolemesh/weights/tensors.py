@@ -23,7 +23,8 @@ class RegionTensors(dict[str, Tensor]):
 
     def __init__(self, manifest: WeightManifest, region: WeightRegion) -> None:
         super().__init__(unpack(manifest, region.tensor()))
-        self.manifest, self.region = manifest, region
+        self.manifest = manifest
+        self.region = region
 
     @property
     def place(self) -> Place:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rolemesh.ranks.agreement import agreed, gather_texts
+from rolemesh.ranks.collective_errors import gather_texts, raise_on_all_ranks
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.sharding import is_in_rows, local, memory_of, own_rows, rows_of, whole
 from rolemesh.v1.weights_pb2 import SharedRegion, WeightManifest, WeightSpec
@@ -61,13 +61,13 @@ class Machines:
         Raises:
             WeightsUnavailable: a machine lacks the memory.
         """
-        with agreed(ranks):
+        with raise_on_all_ranks(ranks):
             region = WeightRegion(num_bytes, is_filled=False)
         own = region.shared or SharedRegion()
         lines = (text.partition("\n") for text in gather_texts(ranks, f"{own.path}\n{own.name}"))
         shared = [SharedRegion(path=path, name=name) for path, _, name in lines]
         found = ((other, WeightRegion.open_to_fill(shared[other], num_bytes)) for other in range(ranks.rank))
-        with agreed(ranks):
+        with raise_on_all_ranks(ranks):
             nearest, mapped = next(((other, opened) for other, opened in found if opened), (ranks.rank, region))
         nearest_of = ranks.all_numbers(nearest)
         first = [near if nearest_of[near] == near else rank for rank, near in enumerate(nearest_of)]
@@ -75,13 +75,13 @@ class Machines:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedBytes:
     """Which bytes of a version go to which ranks.
 
     Args:
         machines: the group's.
         receivers: the first ranks of the machines that get any.
-        stripes: in which the bytes are dealt to the receivers; None: each gets all.
+        stripes: in which the bytes are sent to the receivers; None: each gets all.
     """
 
     machines: Machines
@@ -105,7 +105,7 @@ class Wanted:
 
 def write_rows(
     manifest: WeightManifest,
-    wanted: Wanted,
+    wanted: WantedBytes,
     tensors: Mapping[str, Tensor],
     deltas: Mapping[str, Callable[[], Tensor]],
     ranks: Ranks,
@@ -118,36 +118,39 @@ def write_rows(
         manifest: where each tensor lies.
         wanted: what goes where.
         tensors: whole or sharded, in the order of the manifest.
-        deltas: as HeldWeights'.
+        deltas: as PublishedWeights'.
         ranks: the role's.
 
     Raises:
         OSError: a region could not be written, on every rank.
     """
     held = _held_by_all(manifest, tensors, ranks)
-    writer = _Writer(wanted, ranks, max((spec.num_bytes for spec in manifest.weights), default=0))
-    given = [*zip(manifest.weights, tensors.values(), strict=True)]
+    writer = _StripeWriter(wanted, ranks, max((spec.num_bytes for spec in manifest.weights), default=0))
+    pairs = [*zip(manifest.weights, tensors.values(), strict=True)]
     for turn in _turns(manifest):
         for at in turn:
-            spec, tensor = given[at]
+            spec, tensor = pairs[at]
             delta = deltas[spec.name]() if spec.name in deltas else None
             source = tensor if is_in_rows(tensor) else whole(tensor)
-            writer.give(spec, held[:, at], source, delta)
+            writer.add(spec, held[:, at], source, delta)
             del delta, source
         writer.exchange([(manifest.weights[at].offset, held[:, at]) for at in turn])
     writer.finish()
-    with agreed(ranks):
+    with raise_on_all_ranks(ranks):
         writer.check()
 
 
 def _turns(manifest: WeightManifest) -> Iterator[range]:
     """Yield tensors by number: as many in succession as have the bytes of the largest one together."""
     sizes = [spec.num_bytes for spec in manifest.weights]
-    most, first, total = max(sizes, default=0), 0, 0
+    most = max(sizes, default=0)
+    first = 0
+    total = 0
     for at, size in enumerate(sizes):
         if total + size > most:
             yield range(first, at)
-            first, total = at, 0
+            first = at
+            total = 0
         total += size
     yield range(first, len(sizes))
 
@@ -163,11 +166,12 @@ def _held_by_all(manifest: WeightManifest, tensors: Mapping[str, Tensor], ranks:
 def _own_part(spec: WeightSpec, tensor: Tensor) -> Part:
     if not isinstance(tensor, DTensor) or not is_in_rows(tensor) or not spec.num_bytes:
         return 0, spec.num_bytes
-    rows, row_bytes = rows_of(tensor), spec.num_bytes // spec.shape[0]
+    rows = rows_of(tensor)
+    row_bytes = spec.num_bytes // spec.shape[0]
     return rows.start * row_bytes, rows.stop * row_bytes
 
 
-class _Writer:
+class _StripeWriter:
     """Writes and sends rows. An error of writing is raised by `check`: other ranks may still wait for this one.
 
     Args:
@@ -176,18 +180,20 @@ class _Writer:
         largest: bytes of the largest tensor; a rank sends no more at a time.
     """
 
-    def __init__(self, wanted: Wanted, ranks: Ranks, largest: int) -> None:
+    def __init__(self, wanted: WantedBytes, ranks: Ranks, largest: int) -> None:
         self._largest = largest
-        self._wanted, self._ranks = wanted, ranks
+        self._wanted = wanted
+        self._ranks = ranks
         self._machines = wanted.machines
         self._outbox: dict[int, list[Tensor]] = {}  # by receiver
         region = self._machines.region
         self._writers = Writers(lambda at, data: region.fill(at, memory_of(data)))
         self._staging: Staging | None = None  # for tensors on a GPU
 
-    def give(self, spec: WeightSpec, held: Tensor, source: Tensor, delta: Tensor | None) -> None:
+    def add(self, spec: WeightSpec, held: Tensor, source: Tensor, delta: Tensor | None) -> None:
         """Write this rank's rows of a tensor that are for its machine, and keep the others for `exchange`."""
-        rank, own = self._ranks.rank, held[self._ranks.rank].tolist()
+        rank = self._ranks.rank
+        own = held[self._ranks.rank].tolist()
         holding = (held == held[rank]).all(1).nonzero().flatten().tolist()
         mine = [to for to in self._wanted.receivers if self._wanted.sender(to, holding) == rank]
         start, end = own
@@ -197,7 +203,8 @@ class _Writer:
         if delta is not None:
             rows = rows + own_rows(delta, source)
         rows = rows.to(FROM_WIRE[spec.dtype])  # before it leaves the device
-        data, base = rows.contiguous().reshape(-1).view(torch.uint8), spec.offset + start
+        data = rows.contiguous().reshape(-1).view(torch.uint8)
+        base = spec.offset + start
         if any(to != self._machines.first[rank] for to in mine):
             data = data.cpu()  # for the exchange
         for to in mine:
@@ -243,11 +250,12 @@ class _Writer:
     def _num_rounds(self, turn: Sequence[tuple[int, Tensor]]) -> int:
         """Return the number of rounds of receivers, so that no rank sends more than the largest tensor in one.
 
-        Every rank comes to the same number. Bytes that are dealt have one receiver each, and need one round.
+        Every rank comes to the same number. Bytes in stripes have one receiver each, and need one round.
         """
         if self._wanted.stripes:
             return 1
-        num_receivers, sent = len(self._wanted.receivers), 0
+        num_receivers = len(self._wanted.receivers)
+        sent = 0
         for _, held in turn:
             copies = Counter((start, end) for start, end in held.tolist() if start < end)
             if copies:
@@ -264,7 +272,8 @@ class _Writer:
         sent = [self._outbox.pop(rank, []) if rank in receivers else [] for rank in range(self._ranks.size)]
         sizes = [sum(end - start for start, end in parts) for parts in coming]
         received = self._ranks.exchange(sent, sizes)
-        arrived, at = [], 0
+        arrived = []
+        at = 0
         for start, end in (part for parts in coming for part in parts):
             arrived.append((start, received[at : at + end - start]))
             at += end - start

@@ -32,7 +32,10 @@ def tune() -> bool:
     except (OSError, AttributeError, TypeError):
         return False
     # The numbers are from malloc.h. -1 as the trim threshold is the largest size_t: never trim.
-    m_trim_threshold, m_top_pad, m_mmap_max, m_arena_max = -1, -2, -4, -8
+    m_trim_threshold = -1
+    m_top_pad = -2
+    m_mmap_max = -4
+    m_arena_max = -8
     settings = {m_arena_max: 1, m_mmap_max: 0, m_trim_threshold: -1, m_top_pad: 64 << 20}
     accepted = [bool(libc.mallopt(parameter, value)) for parameter, value in settings.items()]
     return all(accepted)

@@ -18,24 +18,24 @@ from rolemesh.wire.codec import Encoded
 from rolemesh.wire.frame import join_frame, split_frame
 from rolemesh.wire.header import Header, read_header
 from rolemesh.wire.limits import MAX_REGION_BYTES
-from rolemesh.wire.room import Stay
 
 FRAME_BYTES = 1 << 20  # the fastest size for gRPC in Python: docs/wire.md
 
 
 @dataclass(frozen=True)
-class Terms:
+class ReceiveConditions:
     """Conditions under which a receiver accepts batches.
 
     Args:
         max_bytes: the largest region accepted.
         check: raises InvalidBatch if the header's batch is unwanted; nothing more of that batch is kept then.
-        stay: accounts for the memory; None: no accounting.
+        reserve: called with the bytes that the receiver holds, before they are allocated; raises RoleBusy if
+            there is no memory for them.
     """
 
     max_bytes: int = MAX_REGION_BYTES
     check: Callable[[Header], None] = lambda header: None
-    stay: Stay | None = None
+    reserve: Callable[[int], None] = lambda num_bytes: None
 
 
 class Carrier(Protocol):
@@ -45,12 +45,14 @@ class Carrier(Protocol):
         """Yield the messages to write, in order."""
         ...
 
-    def receive(self, messages: AsyncIterator[bytes], terms: Terms) -> AsyncIterator[tuple[Header, memoryview]]:
+    def receive(
+        self, messages: AsyncIterator[bytes], conditions: ReceiveConditions
+    ) -> AsyncIterator[tuple[Header, memoryview]]:
         """Yield header and region of each batch. Memory for a region is allocated as its bytes arrive.
 
         Raises:
             InvalidBatch: the messages are malformed, end within a batch, exceed a limit
-                (rolemesh/wire/limits.py), or violate the terms.
+                (rolemesh/wire/limits.py), or violate the conditions.
             RoleBusy: the receiver has no memory for them.
         """
         ...
@@ -68,7 +70,7 @@ class FrameCarrier:
             yield join_frame(header, (), 0)
 
     async def receive(
-        self, messages: AsyncIterator[bytes], terms: Terms
+        self, messages: AsyncIterator[bytes], conditions: ReceiveConditions
     ) -> AsyncIterator[tuple[Header, memoryview]]:
         header: Header | None = None
         region: GrowingBuffer | None = None
@@ -82,14 +84,13 @@ class FrameCarrier:
                 )
             if first is not None:
                 header = read_header(first)
-                terms.check(header)
-                region = GrowingBuffer(header.region_bytes, terms.max_bytes)
+                conditions.check(header)
+                region = GrowingBuffer(header.region_bytes, conditions.max_bytes)
             elif not payload.nbytes:
                 raise InvalidBatch("a frame has neither header nor payload")
             assert header is not None
             assert region is not None
-            if terms.stay is not None:
-                terms.stay.resize(region.memory_for(payload))
+            conditions.reserve(region.memory_for(payload))
             # A long copy runs in a thread, so that the process's other calls continue.
             if region.moves_for(payload) > LARGE_COPY:
                 await threads.run_on(None, region.write, payload)
@@ -98,9 +99,9 @@ class FrameCarrier:
             # Release the frame (up to 64 MiB) before waiting for the next one or decoding the batch.
             del message, first, payload
             if region.is_whole:
-                whole, region = region.whole(), None
-                if terms.stay is not None:
-                    terms.stay.resize(header.region_bytes + header.unpacked_bytes)
+                whole = region.whole()
+                region = None
+                conditions.reserve(header.region_bytes + header.unpacked_bytes)
                 yield header, whole
         if region is not None:
             region.whole()
@@ -119,6 +120,7 @@ def _pieces(buffers: Sequence[memoryview], size: int) -> Iterator[tuple[list[mem
             held += piece.nbytes
             if held == size:
                 yield pieces, held
-                pieces, held = [], 0
+                pieces = []
+                held = 0
     if held:
         yield pieces, held

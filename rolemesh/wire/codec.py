@@ -22,7 +22,7 @@ from rolemesh.errors import InvalidBatch
 from rolemesh.v1 import frame_pb2
 from rolemesh.wire import layouts
 from rolemesh.wire.allocator import ALIGNMENT, GrowingBuffer
-from rolemesh.wire.columns import from_arrow, to_arrow
+from rolemesh.wire.arrow_columns import from_arrow, to_arrow
 from rolemesh.wire.dtypes import TO_WIRE, Array
 from rolemesh.wire.frame import join_frame, split_frame
 from rolemesh.wire.header import (
@@ -106,7 +106,7 @@ def encode(batch: DataProto) -> Encoded:
     _check_names(batch)
     check_num_rows(len(batch), len(batch.columns))
     packed = _pack(batch.tensors)
-    region = _Writer()
+    region = _RegionWriter()
     header = frame_pb2.FrameHeader(num_rows=len(batch), meta_json=to_json(_meta(batch), "meta_info"))
     indexes: dict[int, int] = {}
     for column in packed:
@@ -152,7 +152,7 @@ def _meta(batch: DataProto) -> dict[str, object]:
     return batch.meta_info
 
 
-class _Writer:
+class _RegionWriter:
     """Lays buffers into a region, each on a 64-byte boundary."""
 
     def __init__(self) -> None:
@@ -172,7 +172,7 @@ class _Writer:
         return frame_pb2.Span(offset=offset, num_bytes=self.num_bytes - offset)
 
 
-def _spec(column: Packed, indexes: dict[int, int], region: _Writer) -> frame_pb2.TensorSpec:
+def _spec(column: Packed, indexes: dict[int, int], region: _RegionWriter) -> frame_pb2.TensorSpec:
     spec = frame_pb2.TensorSpec(
         name=column.name,
         dtype=TO_WIRE[column.dtype],
@@ -288,7 +288,8 @@ class _AllSpans:
         self._checked: dict[tuple[int, int], Spans] = {}
 
     def of(self, what: str, index: int, shape: tuple[int, ...]) -> Spans:
-        rows, width = math.prod(shape[:-1]), shape[-1]
+        rows = math.prod(shape[:-1])
+        width = shape[-1]
         if index >= len(self._parts) or self._parts[index].nbytes != rows * layouts.SPAN_ROW_BYTES:
             there = f"has {self._parts[index].nbytes} bytes" if index < len(self._parts) else "does not exist"
             raise InvalidBatch(

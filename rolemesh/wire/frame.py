@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator
 from rolemesh.errors import InvalidBatch
 from rolemesh.wire.limits import MAX_FRAME_FIELDS, MAX_HEADER_BYTES
 
-_HEADER_FIELD, _PAYLOAD_FIELD = 1, 15
+_HEADER_FIELD = 1
+_PAYLOAD_FIELD = 15
 LENGTH_DELIMITED = 2
 _FIXED_BYTES = {1: 8, 5: 4}  # wire types of fixed64 and fixed32
 
@@ -70,7 +71,8 @@ def fields(view: memoryview, most: int, what: str) -> Iterator[tuple[int, int, i
         if at == len(view):
             return
         tag, at = _varint(view, at)
-        field, wire_type = tag >> 3, tag & 7
+        field = tag >> 3
+        wire_type = tag & 7
         if not 0 < field < 2**29:
             raise InvalidBatch(f"not {what}: field number {field}")
         start, at = _value(view, at, wire_type)
@@ -82,12 +84,14 @@ def fields(view: memoryview, most: int, what: str) -> Iterator[tuple[int, int, i
 def _value(view: memoryview, at: int, wire_type: int) -> tuple[int, int]:
     """Return start and end of a field's value. Raises InvalidBatch if it reaches beyond the message."""
     if wire_type == 0:
-        start, end = at, _varint(view, at)[1]
+        start = at
+        end = _varint(view, at)[1]
     elif wire_type == LENGTH_DELIMITED:
         length, start = _varint(view, at)
         end = start + length
     elif wire_type in _FIXED_BYTES:
-        start, end = at, at + _FIXED_BYTES[wire_type]
+        start = at
+        end = at + _FIXED_BYTES[wire_type]
     else:
         raise InvalidBatch(f"not a protobuf message: wire type {wire_type}")
     if end > len(view):

@@ -31,7 +31,8 @@ _WITH_FILL = (data_pb2.LAYOUT_RAGGED, data_pb2.LAYOUT_CONSTANT)
 
 # Estimated cost of decoding non-tensor columns, in bytes copied. Each cell is a Python object: making one takes
 # as long as copying a few hundred bytes. Parsing nine bytes of JSON can take as long as copying kilobytes.
-ROW_BYTES, COLUMN_BYTES = 256, 64
+ROW_BYTES = 256
+COLUMN_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,10 @@ def check_fields(data: bytes) -> None:
 
 
 def _packed(spec: frame_pb2.TensorSpec, num_rows: int) -> Packed:
-    what, shape = f"column {spec.name!r}", tuple(spec.shape)
-    dtype, wire_dtype = FROM_WIRE.get(spec.dtype), FROM_WIRE.get(spec.wire_dtype)
+    what = f"column {spec.name!r}"
+    shape = tuple(spec.shape)
+    dtype = FROM_WIRE.get(spec.dtype)
+    wire_dtype = FROM_WIRE.get(spec.wire_dtype)
     if dtype is None or wire_dtype is None:
         raise InvalidBatch(f"{what} has an unknown element type, {spec.dtype} sent as {spec.wire_dtype}")
     if dtype != wire_dtype and not _widens(wire_dtype, dtype):

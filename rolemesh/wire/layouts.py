@@ -35,7 +35,9 @@ class Spans:
     """
 
     def __init__(self, starts: Array, lengths: Array, width: int) -> None:
-        self.starts, self.lengths, self.width = starts, lengths, width
+        self.starts = starts
+        self.lengths = lengths
+        self.width = width
         self.num_held = int(lengths.sum(dtype=np.int64))
 
     @cached_property
@@ -59,7 +61,8 @@ class Spans:
         """True if these spans hold every element that `other` holds."""
         if (len(self.starts), self.width) != (len(other.starts), other.width):
             return False
-        ends, other_ends = self.starts + self.lengths, other.starts + other.lengths
+        ends = self.starts + self.lengths
+        other_ends = other.starts + other.lengths
         within = (self.starts <= other.starts) & (other_ends <= ends)
         return bool((within | (other.lengths == 0)).all())
 
@@ -121,13 +124,18 @@ def _pack(name: str, tensor: Tensor, bits: Array, mask: Spans | None, known: lis
     dtype = tensor.dtype
     packed = Packed(name, dtype, dtype, tuple(tensor.shape))
     if mask is not None:
-        packed.layout, packed.spans = data_pb2.LAYOUT_MASK, mask
+        packed.layout = data_pb2.LAYOUT_MASK
+        packed.spans = mask
     elif _is_constant(bits):
-        packed.layout, packed.fill = data_pb2.LAYOUT_CONSTANT, bits.flat[0].tobytes()
+        packed.layout = data_pb2.LAYOUT_CONSTANT
+        packed.fill = bits.flat[0].tobytes()
     elif (spans := _spans_of_positions(dtype, bits, known)) is not None:
-        packed.layout, packed.spans = data_pb2.LAYOUT_POSITIONS, spans
+        packed.layout = data_pb2.LAYOUT_POSITIONS
+        packed.spans = spans
     elif (fill := _padding(bits)) is not None and (spans := _spans_of_ragged(bits, fill, known)) is not None:
-        packed.layout, packed.spans, packed.fill = data_pb2.LAYOUT_RAGGED, spans, fill.tobytes()
+        packed.layout = data_pb2.LAYOUT_RAGGED
+        packed.spans = spans
+        packed.fill = fill.tobytes()
         packed.values, packed.wire_dtype = _narrowed(dtype, bits[spans.inside])
     else:
         return _dense(name, tensor, bits)
@@ -225,7 +233,8 @@ def _narrowed(dtype: torch.dtype, bits: Array) -> tuple[Array, torch.dtype]:
     if dtype not in INTEGERS or not bits.size or dtype.itemsize == 1:
         return bits, dtype
     values = bits.view(INTEGERS[dtype])
-    low, high = int(values.min()), int(values.max())
+    low = int(values.min())
+    high = int(values.max())
     for narrow in NARROWER:
         info = np.iinfo(INTEGERS[narrow])
         if narrow.itemsize < dtype.itemsize and info.min <= low and high <= info.max:
@@ -287,7 +296,8 @@ def _as_numbers(bits: Array, dtype: torch.dtype | None) -> Array:
 
 # Rows of WIDE elements or more are written one by one, by slices. Narrower rows are written about BLOCK
 # elements at a time, so that temporary arrays have the size of a block instead of a column.
-WIDE, BLOCK = 512, 1 << 16
+WIDE = 512
+BLOCK = 1 << 16
 
 
 def _put(column: Array, spans: Spans, values: Array) -> None:

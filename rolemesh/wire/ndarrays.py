@@ -60,7 +60,8 @@ def from_cells(name: str, encoding: str, array: Any) -> Column:
     """
     found = _ENCODING.fullmatch(encoding)
     assert found is not None
-    dtype, shape = DTYPES[found[1]], tuple(map(int, found[2].split(",")))
+    dtype = DTYPES[found[1]]
+    shape = tuple(map(int, found[2].split(",")))
     width = dtype.itemsize * math.prod(shape)
     held = array.buffers()
     offsets = np.frombuffer(held[1] or b"", "<i8")[: len(array) + 1] if len(array) else np.zeros(1, "<i8")

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from rolemesh import threads
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
-from rolemesh.wire.carrier import Carrier, FrameCarrier, Terms
+from rolemesh.wire.carrier import Carrier, FrameCarrier, ReceiveConditions
 from rolemesh.wire.codec import decode, encode
 from rolemesh.wire.header import Header
 
@@ -21,7 +21,7 @@ from rolemesh.wire.header import Header
 LARGE_BYTES = 1 << 20
 CELL_BYTES = 256  # estimate for a non-tensor cell before it is encoded
 CARRIER: Carrier = FrameCarrier()
-ANY = Terms()
+ANY = ReceiveConditions()
 
 
 async def send(batch: DataProto) -> AsyncIterator[bytes]:
@@ -37,35 +37,38 @@ async def send(batch: DataProto) -> AsyncIterator[bytes]:
         yield message
 
 
-async def receive(frames: AsyncIterator[bytes], terms: Terms = ANY) -> DataProto:
+async def receive(frames: AsyncIterator[bytes], conditions: ReceiveConditions = ANY) -> DataProto:
     """Receive the only batch of a stream. It is decoded once the stream has ended.
 
     Raises:
         InvalidBatch: the stream holds no batch, ends within it, continues after it, or its batch violates the
-            terms.
+            conditions.
         RoleBusy: there is no memory for it.
     """
     messages = aiter(frames)
     try:
-        return await _one_batch(messages, terms)
+        return await _one_batch(messages, conditions)
     finally:
         if isinstance(messages, AsyncGenerator):  # left open, it would keep the last message
             await messages.aclose()
 
 
-async def receive_batches(frames: AsyncIterator[bytes], terms: Terms = ANY) -> AsyncIterator[DataProto]:
+async def receive_batches(
+    frames: AsyncIterator[bytes], conditions: ReceiveConditions = ANY
+) -> AsyncIterator[DataProto]:
     """Yield the batches of a stream, each as soon as it is whole.
 
     Raises:
-        InvalidBatch: the stream ends within a batch, or holds something else, or a batch violates the terms.
+        InvalidBatch: the stream ends within a batch, or holds something else, or a batch violates the
+            conditions.
     """
-    async for header, region in CARRIER.receive(frames, terms):
+    async for header, region in CARRIER.receive(frames, conditions):
         yield await _decoded(header, region)
 
 
-async def _one_batch(messages: AsyncIterator[bytes], terms: Terms) -> DataProto:
+async def _one_batch(messages: AsyncIterator[bytes], conditions: ReceiveConditions) -> DataProto:
     whole: tuple[Header, memoryview] | None = None
-    async for arrived in CARRIER.receive(messages, terms):
+    async for arrived in CARRIER.receive(messages, conditions):
         whole = arrived
         async for _ in messages:
             raise InvalidBatch("the stream continues after its batch; expected one batch")

@@ -37,8 +37,13 @@ BREAKING = (
 # How errors of CUDA's libraries, of its driver and of Triton's kernels begin. They have no class of their own.
 # The first is of cuBLAS and cuSPARSE, and of extensions; cuDNN's frontend computes attention.
 OF_LIBRARIES = (
-    *("CUDA error: ", "CUDA driver error", "cuDNN error", "cuDNN Frontend error", "cusolver error"),
-    *("cuFFT error", "Triton Error [CUDA]"),
+    "CUDA error: ",
+    "CUDA driver error",
+    "cuDNN error",
+    "cuDNN Frontend error",
+    "cusolver error",
+    "cuFFT error",
+    "Triton Error [CUDA]",
 )
 # How NCCL names an error of CUDA. Only then may the device be asked: if another rank is gone, to wait for the
 # device could wait for ever for a collective. The word alone also stands in paths and in C++ stack traces.

@@ -1,7 +1,7 @@
 """Commands: methods of a worker that every rank of its role runs, each on its own rows.
 
-A public method of a worker runs on rank 0 alone. It deals its rows to the ranks, gives a command, and joins the
-answers. With one rank, a command is a plain call.
+A public method of a worker runs on rank 0 alone. It divides its rows among the ranks, runs a command on all of
+them, and gathers the answers. With one rank, a command is a plain call.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from torch import Tensor
 
 from rolemesh.dataproto import DataProto
 from rolemesh.models.micro_batches import IS_FILLER, MicroBatches
-from rolemesh.ranks.load import RankLoads
+from rolemesh.ranks.rank_load import RankLoads
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.telemetry import timeline
 from rolemesh.telemetry.logs import drop_frames
 from rolemesh.workers import broken_device
-from rolemesh.workers.seat import Seat
+from rolemesh.workers.worker_context import WorkerContext
 
 SECONDS = "seconds"  # in an answer's meta_info: of the whole command, and of its collectives
 
 
-class Commanded(Protocol):
+class RunsOnAllRanks(Protocol):
     """A worker whose commands run on every rank."""
 
     role: str
-    seat: Seat
+    worker_context: WorkerContext
     loads: RankLoads
 
 
-W = TypeVar("W", bound=Commanded)
-# A command as rank 0 gives it: a part for each rank, to an answer of each.
-Given = Callable[[W, Sequence[DataProto]], list[DataProto]]
+W = TypeVar("W", bound=RunsOnAllRanks)
+# A command as rank 0 calls it: a part for each rank, to an answer of each.
+OnAllRanks = Callable[[W, Sequence[DataProto]], list[DataProto]]
 
 
-def command(method: Callable[[W, DataProto], DataProto]) -> Given[W]:
+def on_all_ranks(method: Callable[[W, DataProto], DataProto]) -> OnAllRanks[W]:
     """Make a worker's method a command.
 
     The method takes one rank's rows, with its parameters in meta_info, and returns that rank's answer. Called
@@ -59,28 +59,29 @@ def command(method: Callable[[W, DataProto], DataProto]) -> Given[W]:
 
     @functools.wraps(method)
     def timed(self: W, part: DataProto) -> DataProto:
-        ranks, began = self.seat.ranks, time.perf_counter()
+        ranks = self.worker_context.ranks
+        began = time.perf_counter()
         ranks.clock.take()  # of what ran between commands
         answer = run(self, part)
         waited = ranks.clock.take()
         answer.meta_info = {**answer.meta_info, SECONDS: [time.perf_counter() - began, waited]}
         return answer
 
-    def given(self: W, parts: Sequence[DataProto]) -> list[DataProto]:
-        if self.seat.ranks.size == 1:
+    def run_on_all(self: W, parts: Sequence[DataProto]) -> list[DataProto]:
+        if self.worker_context.ranks.size == 1:
             return [run(self, part) for part in parts]
         began = time.perf_counter()
-        answers = self.seat.orders.give(method.__name__, functools.partial(timed, self), parts)
+        answers = self.worker_context.executor.run(method.__name__, functools.partial(timed, self), parts)
         if all(SECONDS in answer.meta_info for answer in answers):
             seconds = [(whole, waited) for whole, waited in (each.meta_info.pop(SECONDS) for each in answers)]
-            self.loads.add([_num_tokens(part, self.seat.ranks) for part in parts], seconds)
+            self.loads.add([_num_tokens(part, self.worker_context.ranks) for part in parts], seconds)
             timeline.add_ranks(began, seconds)
         return answers
 
-    functools.update_wrapper(given, method)
-    given.__wrapped__ = timed  # type: ignore[attr-defined]
-    given.is_command = True  # type: ignore[attr-defined]
-    return given
+    functools.update_wrapper(run_on_all, method)
+    run_on_all.__wrapped__ = timed  # type: ignore[attr-defined]
+    run_on_all.is_command = True  # type: ignore[attr-defined]
+    return run_on_all
 
 
 def _num_tokens(part: DataProto, ranks: Ranks) -> int:
@@ -94,15 +95,15 @@ def command_of(worker: object, name: str) -> Callable[[DataProto], DataProto]:
     Raises:
         LookupError: the worker has no such command.
     """
-    given: Any = getattr(type(worker), name, None)
-    if not getattr(given, "is_command", False):
+    command: Any = getattr(type(worker), name, None)
+    if not getattr(command, "is_command", False):
         raise LookupError(f"{type(worker).__name__} has no command {name!r}")
-    return functools.partial(given.__wrapped__, worker)
+    return functools.partial(command.__wrapped__, worker)
 
 
 @dataclass(frozen=True)
-class Deal:
-    """The rows of a batch, dealt to the ranks.
+class ShardedBatch:
+    """The rows of a batch, divided among the ranks.
 
     Args:
         rows: the rows of each part, ascending. A part may have none.
@@ -115,24 +116,26 @@ class Deal:
     sharing: int
 
     @classmethod
-    def of(cls, batch: DataProto, micro_batches: MicroBatches, ranks: Ranks, **meta: Any) -> Deal:
-        """Deal a batch, with the same parameters for every rank.
+    def of(cls, batch: DataProto, micro_batches: MicroBatches, ranks: Ranks, **meta: Any) -> ShardedBatch:
+        """Divide a batch, with the same parameters for every rank.
 
         Raises:
             InvalidBatch: a row has more tokens than a micro-batch may have.
         """
         num_parts = ranks.size // ranks.sharing
-        rows = micro_batches.deal(batch, num_parts) if num_parts > 1 else [torch.arange(len(batch))]
+        rows = micro_batches.shard(batch, num_parts) if num_parts > 1 else [torch.arange(len(batch))]
         return cls._of_rows(batch, rows, ranks, meta)
 
     @classmethod
-    def evenly(cls, batch: DataProto, ranks: Ranks) -> Deal:
-        """Deal a batch of any columns in equal numbers of rows."""
+    def evenly(cls, batch: DataProto, ranks: Ranks) -> ShardedBatch:
+        """Divide a batch of any columns in equal numbers of rows."""
         num_parts = ranks.size // ranks.sharing
         return cls._of_rows(batch, list(torch.arange(len(batch)).tensor_split(num_parts)), ranks, {})
 
     @classmethod
-    def _of_rows(cls, batch: DataProto, rows: list[Tensor], ranks: Ranks, meta: Mapping[str, Any]) -> Deal:
+    def _of_rows(
+        cls, batch: DataProto, rows: list[Tensor], ranks: Ranks, meta: Mapping[str, Any]
+    ) -> ShardedBatch:
         if len(rows) == 1:
             parts = [DataProto(batch.tensors, batch.non_tensors, dict(meta), len(batch))]
         else:
@@ -146,7 +149,7 @@ class Deal:
         """Return one answer for each part: ranks with the same part answer alike."""
         return answers[:: self.sharing]
 
-    def join(self, answers: Sequence[DataProto]) -> DataProto:
+    def gather(self, answers: Sequence[DataProto]) -> DataProto:
         """Put the rows of all ranks' answers back into the order of the batch."""
         answers = self.by_part(answers)
         if len(answers) == 1:

@@ -56,7 +56,8 @@ def why_unusable(environment: Mapping[str, str], root: Path = Path("/")) -> str:
     if hidden or not files:
         return ""
     shown = ", ".join(f"/dev/{path.name}" for path in sorted(files))
-    driver, cuda = driver_version(root), torch.version.cuda
+    driver = driver_version(root)
+    cuda = torch.version.cuda
     if cuda is None:
         return f"there is an NVIDIA GPU ({shown}), but torch {torch.__version__} is a build without CUDA"
     needed = NEEDED_DRIVERS.get(cuda.partition(".")[0], "a newer one")

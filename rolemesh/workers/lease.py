@@ -55,7 +55,7 @@ class Lease:
         self._waiting: dict[str, list[asyncio.Future[None]]] = {}  # roles in the order of their first call
         self._switch: asyncio.Task[None] | None = None
 
-    def seat(self, member: Member) -> None:
+    def add(self, member: Member) -> None:
         """Add a role that was just loaded and so is on the device. Vacate the device before loading it."""
         assert self.resident is None, f"{member.role} was loaded while {self.resident} was on the device"
         self._members[member.role] = member
@@ -134,7 +134,8 @@ class Lease:
             self._switch = asyncio.create_task(self._switch_to(role))
 
     async def _switch_to(self, role: str) -> None:
-        before, began = self.resident, time.monotonic()
+        before = self.resident
+        began = time.monotonic()
         try:
             await self.vacate()
             await self._moved("in", role, self._members[role].wake())

@@ -18,15 +18,15 @@ from itertools import accumulate
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from rolemesh import threads
+from rolemesh.batch_validation import BatchValidator
 from rolemesh.dataproto import DataProto
-from rolemesh.ranks.load import RankLoads
+from rolemesh.ranks.rank_load import RankLoads
 from rolemesh.telemetry import context as origin
 from rolemesh.telemetry import timeline
-from rolemesh.validation import BatchValidator
 from rolemesh.workers.broken_device import error_of_device
-from rolemesh.workers.commands import command
-from rolemesh.workers.parking import Parking
-from rolemesh.workers.seat import ComputingThread, Seat
+from rolemesh.workers.commands import on_all_ranks
+from rolemesh.workers.offloading import Offloader
+from rolemesh.workers.worker_context import ComputingThread, WorkerContext
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +41,10 @@ class LocalWorker:
 
     Args:
         role: its name.
-        seat: its thread, device lease and traces; None: a thread and a device of its own, without traces.
+        worker_context: its thread, device lease and traces; None: own thread and device, without traces.
 
     Attributes:
-        parking: moves its device tensors away; None if it holds no device tensors or parks them itself.
+        offloader: moves its device tensors away; None if it holds no device tensors or moves them itself.
         on_demand: moves other tensors away with them. These come back only when a method uses them.
         loads: the work that each of the role's ranks did.
         validator: checks the batches of an rpc; rolemesh/rpc/serving/guard.py calls it, the worker does not.
@@ -52,34 +52,35 @@ class LocalWorker:
 
     validator: BatchValidator
 
-    def __init__(self, role: str, seat: Seat | None = None) -> None:
+    def __init__(self, role: str, worker_context: WorkerContext | None = None) -> None:
         self.role = role
-        self.seat = seat or Seat(ComputingThread(role))
-        self.parking: Parking | None = None
-        self.on_demand: Parking | None = None
+        self.worker_context = worker_context or WorkerContext(ComputingThread(role))
+        self.offloader: Offloader | None = None
+        self.on_demand: Offloader | None = None
         self.loads = RankLoads(role)
         self._lines: dict[str, list[_Waiting]] = {}  # by method; changed by the event loop alone
 
     def turn(self) -> AbstractAsyncContextManager[None]:
         """Keep the role on the device within the context. The context must not be nested."""
-        lease = self.seat.lease
+        lease = self.worker_context.lease
         return nullcontext() if lease is None else lease.turn(self.role)
 
-    def call(self, method: str, batch: object = None) -> AbstractContextManager[timeline.Call]:
+    def call(self, method: str, batch: object = None) -> AbstractContextManager[timeline.TimedCall]:
         """Record a call of a method for the step's timeline: when it waited and when it computed."""
-        lease = self.seat.lease
+        lease = self.worker_context.lease
         resident = lease.resident if lease else None
         return timeline.recorded(self.role, f"{self.role}.{method}", batch, waits_for=resident or self.role)
 
     @asynccontextmanager
-    async def traced(self, method: str, call: timeline.Call | None = None) -> AsyncIterator[None]:
+    async def traced(self, method: str, call: timeline.TimedCall | None = None) -> AsyncIterator[None]:
         """Trace the worker's thread within the context, if the job profiles this step.
 
         Enter it inside a turn, not around one: roles of a process are traced one at a time. A trace that has
         begun is always ended, even if the caller is cancelled. The time to end it is recorded in `call`, if
         given.
         """
-        step, traces = origin.step.get(), self.seat.traces
+        step = origin.step.get()
+        traces = self.worker_context.traces
         if traces is None or step not in traces.steps:
             yield
             return
@@ -97,51 +98,51 @@ class LocalWorker:
         If the caller is cancelled, the function still runs to its end before anything else on the thread,
         `sleep` included.
         """
-        if self.seat.traces and (method := _traced.get()):
-            function = self.seat.traces.labelled(method, function)
+        if self.worker_context.traces and (method := _traced.get()):
+            function = self.worker_context.traces.labelled(method, function)
         return await self._on_thread(function, *args, **kwargs)
 
     async def _on_thread(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        return await threads.run_on(self.seat.thread, function, *args, **kwargs)
+        return await threads.run_on(self.worker_context.thread, function, *args, **kwargs)
 
     async def sleep(self) -> int:
         """Leave the device to another role. Return the bytes copied, of all ranks."""
-        return _sum_of_bytes(await self.run(self.park, self._parts()))
+        return _sum_of_bytes(await self.run(self.offload, self._parts()))
 
     async def wake(self) -> int:
         """Return to the device. Return the bytes copied, of all ranks."""
-        return _sum_of_bytes(await self.run(self.unpark, self._parts()))
+        return _sum_of_bytes(await self.run(self.reload, self._parts()))
 
     def _parts(self, **meta: Any) -> list[DataProto]:
         """Return parts without rows, for a command that needs none."""
-        return [DataProto({}, meta_info=dict(meta)) for _ in range(self.seat.ranks.size)]
+        return [DataProto({}, meta_info=dict(meta)) for _ in range(self.worker_context.ranks.size)]
 
-    @command
-    def park(self, part: DataProto) -> DataProto:
+    @on_all_ranks
+    def offload(self, part: DataProto) -> DataProto:
         """Move this rank's tensors off its device. meta_info of the answer: `num_bytes`."""
-        assert self.parking is not None, f"{self.role} shares a device and cannot leave it"
+        assert self.offloader is not None, f"{self.role} shares a device and cannot leave it"
         # If the second move fails, the role stays awake: the first tensors come back when they are used.
-        num_bytes = self.on_demand.park() if self.on_demand else 0
-        return DataProto({}, meta_info={"num_bytes": num_bytes + self.parking.park()})
+        num_bytes = self.on_demand.offload() if self.on_demand else 0
+        return DataProto({}, meta_info={"num_bytes": num_bytes + self.offloader.offload()})
 
-    @command
-    def unpark(self, part: DataProto) -> DataProto:
+    @on_all_ranks
+    def reload(self, part: DataProto) -> DataProto:
         """Move this rank's tensors back. meta_info of the answer: `num_bytes`."""
-        assert self.parking is not None
-        return DataProto({}, meta_info={"num_bytes": self.parking.unpark()})
+        assert self.offloader is not None
+        return DataProto({}, meta_info={"num_bytes": self.offloader.reload()})
 
-    @command
+    @on_all_ranks
     def begin_trace(self, part: DataProto) -> DataProto:
         """Begin to trace this rank's thread."""
-        assert self.seat.traces is not None
-        self.where_it_computes(self.seat.traces.begin)
+        assert self.worker_context.traces is not None
+        self.where_it_computes(self.worker_context.traces.begin)
         return DataProto({})
 
-    @command
+    @on_all_ranks
     def end_trace(self, part: DataProto) -> DataProto:
         """End that, and write the trace of the step in meta_info."""
-        assert self.seat.traces is not None
-        self.where_it_computes(functools.partial(self.seat.traces.end, part.meta_info["step"]))
+        assert self.worker_context.traces is not None
+        self.where_it_computes(functools.partial(self.worker_context.traces.end, part.meta_info["step"]))
         return DataProto({})
 
     def where_it_computes(self, function: Callable[[], None]) -> None:
@@ -153,7 +154,7 @@ class LocalWorker:
 
         Progress is a micro-batch, or a token of each row of engine hf.
         """
-        return self.seat.thread.silent_s
+        return self.worker_context.thread.silent_s
 
     async def watch(self) -> None:
         """Wait until the worker fails unrecoverably, then raise; never return.
@@ -165,7 +166,7 @@ class LocalWorker:
 
     def close(self) -> None:
         """Wait for the running method to end, and cancel those that are queued."""
-        self.seat.thread.shutdown(wait=True, cancel_futures=True)
+        self.worker_context.thread.shutdown(wait=True, cancel_futures=True)
 
 
 def _sum_of_bytes(answers: Sequence[DataProto]) -> int:
@@ -233,7 +234,8 @@ def by_rows(
         return method(self, mine.batch) if mine.answer is None else mine.answer
 
     async def asynchronous(self: W, batch: DataProto, /) -> DataProto:
-        line, mine = self._lines.setdefault(method.__name__, []), _Waiting(batch)
+        line = self._lines.setdefault(method.__name__, [])
+        mine = _Waiting(batch)
         line.append(mine)
         try:
             with self.call(method.__name__, batch) as call:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rolemesh.catalog.roles import ROLES
+from rolemesh.catalog.role_specs import ROLES
 from rolemesh.config import JobConfig
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads either, at CUDA's first use
@@ -43,10 +43,8 @@ def prepare_device(roles: Sequence[str], job: JobConfig) -> None:
 def device_prepared(roles: Sequence[str], job: JobConfig) -> Iterator[None]:
     """Set up a process that has other uses, too, as `prepare_device` does; restore its settings afterwards."""
     variables = {name: os.environ.get(name) for name in (ALLOCATOR[0], WORKSPACE)}
-    ordered, only_warns = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    ordered = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     restore_precision = _precision()
     try:

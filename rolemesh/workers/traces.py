@@ -22,7 +22,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch.profiler import profile, record_function
 
-from rolemesh.catalog.roles import ROLES
+from rolemesh.catalog.role_specs import ROLES
 from rolemesh.config import JobConfig
 from rolemesh.home import Home
 from rolemesh.telemetry import context
@@ -31,7 +31,9 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 
-BEGIN, SEPARATOR, END = b'{"displayTimeUnit": "ms", "traceEvents": [\n', b",\n", b"\n]}\n"
+BEGIN = b'{"displayTimeUnit": "ms", "traceEvents": [\n'
+SEPARATOR = b",\n"
+END = b"\n]}\n"
 GZIP = 31  # zlib's wbits for gzip
 # torch has one profiler per process, so roles that share a process are traced one at a time.
 _TURN = threading.Lock()
@@ -60,7 +62,9 @@ class Traces:
     """
 
     def __init__(self, job: JobConfig, role: str) -> None:
-        self._job, self._role, self.steps = job, role, frozenset(job.trainer.profile_steps)
+        self._job = job
+        self._role = role
+        self.steps = frozenset(job.trainer.profile_steps)
         self._home = Home.of(job)
         replica = f"-{socket.gethostname()}-{os.getpid()}" if not ROLES[role].trained else ""
         rank = context.rank.get()

@@ -47,7 +47,8 @@ def choose_tokens(rows: DataProto, log_probs: Tensor, job: JobConfig, num_update
     seed = [job.actor.seed % 2**64, num_updates]
     keys = token_keys(rows["input_ids"], rows["attention_mask"], mask.shape[1], seed)
     options = job.actor.values_of(loss.choose_keys)
-    old, advantages = rows["old_log_probs"], rows["advantages"]
+    old = rows["old_log_probs"]
+    advantages = rows["advantages"]
     with loss.errors_named():
         rows["chosen"] = load(loss.choose)(log_probs, old, advantages, mask, keys, **options)
     return rows
@@ -73,7 +74,9 @@ def policy_objective(
         The micro-batch's shares of the mini-batch's loss and metrics. Means over tokens, e.g. ppo_kl and
         pg_clipfrac, are over the tokens of the policy loss.
     """
-    config, policy_loss, mask = job.actor, job.policy_loss, _loss_mask(rows)
+    config = job.actor
+    policy_loss = job.policy_loss
+    mask = _loss_mask(rows)
     aggregate = Aggregation.of(mini_batch, config.loss_agg_mode, config.loss_scale_factor)
     tokens = token_losses(log_probs, rows, mask, job)
     losses = tokens.losses

@@ -13,8 +13,8 @@ from rolemesh.rpc.serving.trained import TrainedServicer
 from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
 from rolemesh.telemetry import metrics
 from rolemesh.v1 import actor_pb2, checkpoint_pb2
-from rolemesh.weights.held import HeldVersion, HeldWeights
 from rolemesh.weights.manifest import check_version
+from rolemesh.weights.published import PublishedWeights, WeightVersion
 from rolemesh.weights.store import WeightStore
 
 
@@ -26,7 +26,7 @@ class ActorServicer(TrainedServicer, ActorServiceBase):
         self._worker: Actor = worker
         self.validator = worker.validator
         self._store = store or WeightStore()
-        self._published: HeldVersion | None = None
+        self._published: WeightVersion | None = None
 
     async def ComputeLogProbs(self, batch: DataProto, context: Context) -> AsyncIterator[DataProto]:
         yield await self._worker.compute_log_probs(batch)
@@ -46,7 +46,7 @@ class ActorServicer(TrainedServicer, ActorServiceBase):
             self._store.clear(f"version {request.version} is being published")  # free its memory first
             self._published = None
             source = await self._worker.publish_weights(request.version)
-            assert isinstance(source, HeldWeights)
+            assert isinstance(source, PublishedWeights)
             # On a thread: checksums read every byte.
             self._published = await asyncio.to_thread(lambda: source.holding)
             self._store.put(self._published)

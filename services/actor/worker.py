@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rolemesh.algos.aggregation import BatchCounts, TokenMean
 from rolemesh.algos.rollout_correction import correct
+from rolemesh.batch_validation import BatchValidator
 from rolemesh.config import JobConfig
 from rolemesh.config.actor import ActorConfig
 from rolemesh.config.model import FsdpConfig, ModelConfig
@@ -22,27 +23,26 @@ from rolemesh.models.heads import VocabularyHead
 from rolemesh.models.loading import load_tokenizer, named_weights, vocabulary_of, with_dtype
 from rolemesh.models.lora import Adapter
 from rolemesh.models.micro_batches import MicroBatches
-from rolemesh.models.packed.probe import prepare_body
-from rolemesh.models.sequence import DTYPES, check_sequences, gathered, of_the_loss, token_stats
+from rolemesh.models.packed.load_probe import prepare_body
+from rolemesh.models.sequence import DTYPES, check_sequences, loss_columns, merge_micro_batches, token_stats
 from rolemesh.models.sharded import copy_policy, load_policy, read_policy
 from rolemesh.models.supported import check_positions
-from rolemesh.ranks.agreement import on_first
+from rolemesh.ranks.collective_errors import on_first
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.ulysses import check_heads
 from rolemesh.roles import Metrics, methods
 from rolemesh.services.actor.objective import check_policy_loss, choose_tokens, policy_objective
 from rolemesh.services.actor.publishing import published_dtype
 from rolemesh.training.checkpoint import WriteModel
-from rolemesh.training.loop import Schedule, checkpoint_activations, update
-from rolemesh.training.worker import TrainedWorker
-from rolemesh.validation import BatchValidator
-from rolemesh.weights.held import HeldWeights
-from rolemesh.weights.source import WeightSource
-from rolemesh.workers.commands import Deal, command
+from rolemesh.training.update_loop import Schedule, checkpoint_activations, update
+from rolemesh.weights.published import PublishedWeights
+from rolemesh.weights.weight_source import WeightSource
+from rolemesh.workers.commands import ShardedBatch, on_all_ranks
 from rolemesh.workers.devices import resolve_device
 from rolemesh.workers.local import LocalWorker, by_rows, on_worker_thread
-from rolemesh.workers.parking import Parking, model_tensors
-from rolemesh.workers.seat import Seat
+from rolemesh.workers.offloading import Offloader, model_tensors
+from rolemesh.workers.trained_worker import TrainedWorker
+from rolemesh.workers.worker_context import WorkerContext
 
 
 class PolicyWorker(LocalWorker):
@@ -54,7 +54,7 @@ class PolicyWorker(LocalWorker):
         config: the role's model.
         fsdp: how it is spread over the role's ranks.
         micro_batches: how rows are split for forward passes.
-        seat: as LocalWorker's.
+        worker_context: as LocalWorker's.
         adapt: adds an adapter to the model.
         frozen: the model is never trained.
 
@@ -72,15 +72,17 @@ class PolicyWorker(LocalWorker):
         config: ModelConfig,
         fsdp: FsdpConfig,
         micro_batches: MicroBatches,
-        seat: Seat | None,
+        worker_context: WorkerContext | None,
         adapt: Callable[[Any], Adapter] | None = None,
+        *,
         frozen: bool = False,
     ) -> None:
-        super().__init__(role, seat)
-        self.job, self.role = job, role
+        super().__init__(role, worker_context)
+        self.job = job
+        self.role = role
         self.device = resolve_device(job.trainer.device)
         self.config = config = with_dtype(config, role, self.device)
-        ranks = self.seat.ranks
+        ranks = self.worker_context.ranks
         self.root, self.adapter = load_policy(config, role, ranks, fsdp, self.device, adapt, frozen=frozen)
         self.methods = methods(job)
         self.validator = BatchValidator.of(self.methods, role, vocabulary_of(self.model))
@@ -91,7 +93,7 @@ class PolicyWorker(LocalWorker):
             check_heads(self.model.config.get_text_config(), ranks.ulysses.size, key)
         head_dtype = job.actor.head_dtype
         self.vocabulary_head = VocabularyHead.of(self.model, DTYPES[config.dtype], head_dtype, role)
-        self.parking = Parking(lambda: model_tensors(self.root), self.device, job.run_dir)
+        self.offloader = Offloader(lambda: model_tensors(self.root), self.device, job.run_dir)
         self._micro_batches = micro_batches
         self._temperature = job.temperature
 
@@ -114,10 +116,10 @@ class PolicyWorker(LocalWorker):
         name = f"{self.role}.{method}"
         batch = self.methods[name].prune(batch)
         check_sequences(batch, name)
-        dealt = Deal.of(batch, self._micro_batches, self.seat.ranks, **wanted)
-        return dict(dealt.join(self.forward(dealt.parts)).tensors)
+        sharded = ShardedBatch.of(batch, self._micro_batches, self.worker_context.ranks, **wanted)
+        return dict(sharded.gather(self.forward(sharded.parts)).tensors)
 
-    @command
+    @on_all_ranks
     @torch.no_grad()
     def forward(self, part: DataProto) -> DataProto:
         """Compute TokenStats of this rank's rows.
@@ -129,7 +131,7 @@ class PolicyWorker(LocalWorker):
         passes: list[tuple[Tensor, TokenStats]] = []
         adapter = self.adapter if part.meta_info.get("adapter_off") else None
         with adapter.off() if adapter else nullcontext(), self._one_cast():
-            for at, _ in self._micro_batches.passes(part, self.seat.ranks):
+            for at, _ in self._micro_batches.passes(part, self.worker_context.ranks):
                 stats = self.root(
                     token_stats,
                     part.select_idxs(at),
@@ -139,13 +141,15 @@ class PolicyWorker(LocalWorker):
                     entropy=entropy,
                     sum_pi_squared=sum_pi_squared,
                     vocabulary_head=self.vocabulary_head,
-                    ulysses=self.seat.ranks.ulysses,
+                    ulysses=self.worker_context.ranks.ulysses,
                 )
                 passes.append((at, stats))
         names = [name for name, cells in passes[0][1]._asdict().items() if cells is not None] if passes else []
         return DataProto(
             {
-                name: gathered([(at, getattr(stats, name)) for at, stats in passes], part["response_mask"])
+                name: merge_micro_batches(
+                    [(at, getattr(stats, name)) for at, stats in passes], part["response_mask"]
+                )
                 for name in names
             }
         )
@@ -154,11 +158,12 @@ class PolicyWorker(LocalWorker):
 class ReferenceWorker(PolicyWorker):
     """Implements rolemesh.roles.Reference."""
 
-    def __init__(self, job: JobConfig, seat: Seat | None = None) -> None:
+    def __init__(self, job: JobConfig, worker_context: WorkerContext | None = None) -> None:
         size = job.reference.log_prob_micro_batch_size_per_gpu
-        model, fsdp = job.reference_model, job.reference.fsdp_config
+        model = job.reference_model
+        fsdp = job.reference.fsdp_config
         cut = MicroBatches.of(job, "reference", model, size)
-        super().__init__(job, "reference", model, fsdp, cut, seat, frozen=True)
+        super().__init__(job, "reference", model, fsdp, cut, worker_context, frozen=True)
 
     @by_rows
     def compute_log_probs(self, batch: DataProto) -> DataProto:
@@ -174,9 +179,9 @@ class ActorWorker(PolicyWorker, TrainedWorker):
         InvalidConfig: the adapter does not fit the model; or as PolicyWorker.
     """
 
-    def __init__(self, job: JobConfig, seat: Seat | None = None) -> None:
+    def __init__(self, job: JobConfig, worker_context: WorkerContext | None = None) -> None:
         actor = job.actor
-        self._held: HeldWeights | None = None
+        self._held: PublishedWeights | None = None
         check_policy_loss(job, resolve_device(job.trainer.device))
         self.schedule = Schedule(
             mini_batch_size=actor.ppo_mini_batch_size * job.rollout.n,
@@ -188,13 +193,13 @@ class ActorWorker(PolicyWorker, TrainedWorker):
         self.tokenizer = load_tokenizer(actor.model, "actor")
         adapt = self._adapter_of(actor) if actor.model.lora_rank else None
         micro_batches = self.schedule.micro_batches
-        super().__init__(job, "actor", actor.model, actor.fsdp_config, micro_batches, seat, adapt)
+        super().__init__(job, "actor", actor.model, actor.fsdp_config, micro_batches, worker_context, adapt)
         self._published_dtype = published_dtype(job, self.device, self.config.dtype)
         checkpoint_activations(self.model, actor.model, self.device)
         self.prepare_training(actor.optim, actor.grad_clip, actor.fsdp_config)
 
     def _adapter_of(self, actor: ActorConfig) -> Callable[[Any], Adapter]:
-        return lambda model: Adapter(model, actor.model, actor.seed, self.seat.ranks)
+        return lambda model: Adapter(model, actor.model, actor.seed, self.worker_context.ranks)
 
     @by_rows
     def compute_log_probs(self, batch: DataProto) -> DataProto:
@@ -268,12 +273,12 @@ class ActorWorker(PolicyWorker, TrainedWorker):
             entropy=self.job.actor.entropy_coeff != 0,
             entropy_gradient=True,
             vocabulary_head=self.vocabulary_head,
-            ulysses=self.seat.ranks.ulysses,
+            ulysses=self.worker_context.ranks.ulysses,
         )
         loss = self.job.policy_loss
         if loss.corrects:
             rows["log_probs"] = stats.log_probs.detach()
-        read = of_the_loss(rows, self.device, loss.reads)
+        read = loss_columns(rows, self.device, loss.reads)
         return policy_objective(stats.log_probs, stats.entropys, read, mini_batch, self.job)
 
     def _mismatch(self, rows: DataProto) -> Metrics:
@@ -285,33 +290,36 @@ class ActorWorker(PolicyWorker, TrainedWorker):
     def publish_weights(self, version: int) -> WeightSource:
         """Copy the current weights, under a version, in the dtype of the rollout's engine."""
         self.hold_weights(self._parts(version=version))
-        held, self._held = self._held, None
+        held = self._held
+        self._held = None
         assert held is not None
         return held
 
-    @command
+    @on_all_ranks
     def hold_weights(self, part: DataProto) -> DataProto:
         """Copy this rank's rows of the weights to the ranks that hold them, under the version in meta_info."""
-        version, ranks, holder = part.meta_info["version"], self.seat.ranks, self.seat.holder
-        if holder:
-            holder.clear(f"version {version} is being published")  # free its memory first
-        held = HeldWeights(
+        version = part.meta_info["version"]
+        ranks = self.worker_context.ranks
+        stripe_server = self.worker_context.stripe_server
+        if stripe_server:
+            stripe_server.clear(f"version {version} is being published")  # free its memory first
+        held = PublishedWeights(
             version,
             self.adapter.base_weights() if self.adapter else named_weights(self.model),
             self.adapter.deltas() if self.adapter else {},
             ranks,
             dtype=self._published_dtype,
-            serve=holder.serve if holder else None,
+            serve=stripe_server.serve if stripe_server else None,
             is_for_all=any({"actor", "rollout"} <= {*roles} for roles in self.job.groups.values()),
         )
-        if holder:
-            holder.put(held)
+        if stripe_server:
+            stripe_server.put(held)
         self._held = held if ranks.rank == 0 else None
         return DataProto()
 
     def copy_model(self) -> WriteModel:
         """Copy this rank's rows of model or adapter, and return what writes the copy and the tokenizer."""
-        write = self.adapter.copy() if self.adapter else copy_policy(self.model, self.seat.ranks)
+        write = self.adapter.copy() if self.adapter else copy_policy(self.model, self.worker_context.ranks)
 
         def write_with_tokenizer(into: Path, ranks: Ranks) -> None:
             write(into, ranks)
@@ -332,5 +340,5 @@ class ActorWorker(PolicyWorker, TrainedWorker):
 
     def loaded(self) -> None:
         """Forget the weights of before that this rank holds for rollouts."""
-        if self.seat.holder:
-            self.seat.holder.clear("a checkpoint was loaded")
+        if self.worker_context.stripe_server:
+            self.worker_context.stripe_server.clear("a checkpoint was loaded")

@@ -19,7 +19,8 @@ from rolemesh.telemetry.logs import printable, printable_lines
 MAX_LINE_BYTES = 64 << 20  # of one row in a dump
 FOLDERS = ("rollout_data_dir", "validation_data_dir")  # keys of the section trainer, the first that is set
 # What the policy sampled is trained on; all else is masked out of the loss.
-SAMPLED, MASKED = "green", "dim cyan"
+SAMPLED = "green"
+MASKED = "dim cyan"
 
 
 def show_answers(where: Path, step: int | None, uid: str | None, num_rows: int) -> None:

@@ -18,7 +18,7 @@ from typing import Annotated
 import typer
 
 import rolemesh
-from rolemesh import imported
+from rolemesh.importing import imported
 from rolemesh.services.command_line.arguments import (
     Address,
     AttemptsOfOption,
@@ -96,7 +96,9 @@ def serve(
         ),
     ],
     config: ConfigOption,
-    listen: Annotated[str, typer.Option(help="host:port; port 0 picks a free one.")] = "127.0.0.1:0",
+    listen: Annotated[
+        str, typer.Option(help="host:port of the roles' gRPC server; port 0 picks a free one.")
+    ] = "127.0.0.1:0",
     metrics_listen: Annotated[
         str, typer.Option(help="host:port of /metrics; empty: none; port 0 picks a free one.")
     ] = "",
@@ -194,19 +196,26 @@ def control(
     """Train with roles that are already being served."""
     from rolemesh.telemetry.logs import setup_logging
 
-    given = {"actor": actor, "rollout": rollout, "reward": reward, "critic": critic, "reference": reference}
-    given["environment"] = environment
+    given = {
+        "actor": actor,
+        "rollout": rollout,
+        "reward": reward,
+        "critic": critic,
+        "reference": reference,
+        "environment": environment,
+    }
     setup_logging(log_format.value)
     from rolemesh.services.controller.scale_down import workloads
-    from rolemesh.services.controller.starting import starting
+    from rolemesh.services.controller.start_guard import start_guard
 
-    scaled_down, needed = workloads(scale_down or ()), workloads(need or ())
-    with starting(counts_in, max_attempts, attempts_of, scaled_down) as begun:
+    scaled_down = workloads(scale_down or ())
+    needed = workloads(need or ())
+    with start_guard(counts_in, max_attempts, attempts_of, scaled_down) as begun:
         job = job_of(config, overrides)
         from rolemesh.rpc import tls
         from rolemesh.rpc.calling.discovery import parse
         from rolemesh.rpc.serving.server import serve_metrics
-        from rolemesh.services.controller.service.server import serving
+        from rolemesh.services.controller.service.controller_server import serving
         from rolemesh.services.controller.service.status import RunStatus
         from rolemesh.telemetry.metrics import CONTROLLER
 
@@ -265,7 +274,7 @@ def plan(
     Exits with status 1 if the job can run in none of them.
     """
     job = job_of(config, overrides)
-    from rolemesh.services.command_line.plan import show, to_json
+    from rolemesh.services.command_line.plan_command import show, to_json
 
     plans = rolemesh.plan(job, gpus=gpus, gpu=gpu, gpu_memory=gpu_memory, search=search)
     if as_json:
@@ -297,7 +306,7 @@ def fetch(
 @app.command(epilog="Example: rolemesh model outputs/gsm8k/model --hidden-size 64 --num-layers 2")
 def model(
     out: Annotated[Path, typer.Argument(help="The folder for the model; a Hugging Face directory.")],
-    architecture: Annotated[Architecture, typer.Option(help="Its architecture.")] = Architecture.QWEN2,
+    architecture: Annotated[Architecture, typer.Option(help="Architecture of the model.")] = Architecture.QWEN2,
     hidden_size: Annotated[int, typer.Option(help="Model width.")] = 64,
     num_layers: Annotated[int, typer.Option(help="Number of transformer blocks.")] = 2,
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
@@ -334,9 +343,13 @@ def export(
         typer.Argument(help="A run, a checkpoint, or a directory with a model or an adapter.", metavar="FROM"),
     ],
     out: Annotated[Path, typer.Argument(help="The new directory.", metavar="TO")],
-    checkpoint: Annotated[str, typer.Option(help="Of a run: latest, best or a step.")] = "latest",
-    role: Annotated[str, typer.Option(help="Of a checkpoint: actor or critic.")] = "actor",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    checkpoint: Annotated[
+        str, typer.Option(help="Checkpoint of a run: latest, best or the number of a step.")
+    ] = "latest",
+    role: Annotated[str, typer.Option(help="Role whose model is exported: actor or critic.")] = "actor",
+    dtype: Annotated[
+        str, typer.Option(help="Type of the exported weights: float32, bfloat16 or float16.")
+    ] = "float32",
     max_shard_size: Annotated[str, typer.Option(help="Maximum size of a file, such as 500MB.")] = "5GB",
     base: Annotated[
         str, typer.Option(help="An adapter's base model: a directory or a Hub name; empty: the one it names.")
@@ -350,7 +363,16 @@ def export(
     """
     from rolemesh.services.command_line.export import export_and_show
 
-    export_and_show(source, out, checkpoint, role, dtype, max_shard_size, base, trust_remote_code)
+    export_and_show(
+        source,
+        out,
+        checkpoint=checkpoint,
+        role=role,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        base=base,
+        trust_remote_code=trust_remote_code,
+    )
 
 
 @app.command(epilog="Example: rolemesh configs && rolemesh graph configs/gsm8k-ppo.yaml")

@@ -21,8 +21,8 @@ from rich.text import Text
 
 from rolemesh.errors import InvalidConfig, RolemeshError, RoleUnavailable
 from rolemesh.rpc.channels import open_channel
-from rolemesh.rpc.errors import from_status
 from rolemesh.rpc.metadata import LIFE_KEY
+from rolemesh.rpc.status_codes import from_status
 from rolemesh.services.controller.display.progress import Display, line_of
 from rolemesh.services.controller.display.table import log_console, number
 from rolemesh.services.controller.record import ADDRESS_FILE, STEP
@@ -73,7 +73,9 @@ async def steer(where: str, command: str) -> int:
 
 async def watch(where: str, *, as_json: bool) -> int:
     """Show the run until it ends, also across restarts of its controller. Returns the exit code."""
-    console, last, printed = log_console(), pb.GetStatusResponse(), ""
+    console = log_console()
+    last = pb.GetStatusResponse()
+    printed = ""
     async with aclosing(follow(where)) as answers:
         with closing(Display(console)) as display:  # left open, it would hide the cursor
             async for answer in answers:
@@ -107,7 +109,8 @@ async def follow(where: str) -> AsyncGenerator[pb.GetStatusResponse | RolemeshEr
         try:
             async with _controller(where) as controller:
                 async for answer in controller.WatchStatus(pb.WatchStatusRequest()):
-                    status, heard = answer.status, time.monotonic()
+                    status = answer.status
+                    heard = time.monotonic()
                     yield status
         except RoleUnavailable as problem:
             if time.monotonic() - heard > PATIENCE_S:

@@ -36,7 +36,7 @@ def data_gsm8k(
     ] = None,
 ) -> None:
     """Convert GSM8K's JSONL files to Parquet."""
-    from rolemesh.data.publishers.gsm8k import write_gsm8k
+    from rolemesh.data.converters.gsm8k_dataset import write_gsm8k
 
     for path in write_gsm8k(src, out, answered_by.value if answered_by else None):
         typer.echo(path)
@@ -50,7 +50,7 @@ def data_math(
     out: Out,
 ) -> None:
     """Convert MATH's JSON files to Parquet."""
-    from rolemesh.data.publishers.competitions import write_math
+    from rolemesh.data.converters.competitions import write_math
 
     for path in write_math(src, out):
         typer.echo(path)
@@ -62,7 +62,7 @@ def data_aime(
     out: Out,
 ) -> None:
     """Convert the problems of AIME 2024 to test.parquet, with the prompts of DAPO."""
-    from rolemesh.data.publishers.competitions import write_aime
+    from rolemesh.data.converters.competitions import write_aime
 
     typer.echo(write_aime(src, out))
 
@@ -75,7 +75,7 @@ def data_hh_rlhf(
     out: Out,
 ) -> None:
     """Convert the pairs of hh-rlhf to Parquet, with the columns prompt, chosen and rejected."""
-    from rolemesh.data.publishers.hh_rlhf import write_hh_rlhf
+    from rolemesh.data.converters.hh_rlhf import write_hh_rlhf
 
     for path in write_hh_rlhf(src, out):
         typer.echo(path)
@@ -96,7 +96,7 @@ def data_apps(
 
     Problems without tests are left out.
     """
-    from rolemesh.data.publishers.apps import write_apps
+    from rolemesh.data.converters.apps import write_apps
 
     for path in write_apps(src, out):
         typer.echo(path)
@@ -108,7 +108,7 @@ def data_arithmetic(
     seed: Annotated[int, typer.Option(help="Seed of the split into training and held-out problems.")] = 0,
 ) -> None:
     """Write additions of two-digit numbers, for training and validation."""
-    from rolemesh.data.arithmetic import write_arithmetic
+    from rolemesh.services.command_line.arithmetic import write_arithmetic
 
     for path in write_arithmetic(out, seed=seed):
         typer.echo(path)

@@ -21,10 +21,16 @@ from rich.console import Console
 from torch import Tensor
 
 from rolemesh.config.model import ModelConfig
-from rolemesh.data.arithmetic import Problem, answer, arithmetic_problems, question, write_arithmetic
 from rolemesh.data.progress_bar import track
 from rolemesh.models.loading import load_causal_lm
 from rolemesh.models.tiny import byte_tokenizer, make_tiny_model
+from rolemesh.services.command_line.arithmetic import (
+    Problem,
+    answer,
+    arithmetic_problems,
+    question,
+    write_arithmetic,
+)
 
 # As short as a chat can be (8 tokens a prompt), so that the demo spends its time on the additions.
 CHAT_TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
@@ -47,7 +53,8 @@ def prepare_demo(directory: Path, seed: int = 1, *, num_steps: int = WARM_START_
         The directory.
     """
     console = Console(stderr=True)
-    data, model = directory / "data", directory / "model"
+    data = directory / "data"
+    model = directory / "model"
     if (data / "val.parquet").is_file():
         console.print(f"{data} exists and is kept")
     else:

@@ -17,6 +17,7 @@ MODEL_FILES = ("config.json", "adapter_config.json")
 def export_and_show(
     source: Path,
     out: Path,
+    *,
     checkpoint: str,
     role: str,
     dtype: str,

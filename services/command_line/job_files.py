@@ -18,9 +18,11 @@ def write_job_files(out: Path) -> tuple[int, list[Path]]:
     Returns:
         How many files were written, and those that were kept although they differ.
     """
-    num_written, kept = 0, []
+    num_written = 0
+    kept = []
     for source in sorted(path for path in JOB_FILES.rglob("*") if path.suffix in (".yaml", ".py")):
-        content, target = source.read_bytes(), out / source.relative_to(JOB_FILES)
+        content = source.read_bytes()
+        target = out / source.relative_to(JOB_FILES)
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             write_durably(target, content)

@@ -39,13 +39,13 @@ class Pod:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class PortForwardWait:
     """No controller runs now, but one may start."""
 
     why: str
 
 
-class Silent(Waiting):
+class Silent(PortForwardWait):
     """kubectl fails: the API server may be restarted."""
 
 
@@ -94,7 +94,9 @@ class Job:
 
     def watch(self, *, as_json: bool = False) -> int:
         """Follow the run from one controller pod to the next, until the job ends. Returns the exit code."""
-        said, failures, heard = "", 0, -math.inf
+        said = ""
+        failures = 0
+        heard = -math.inf
         while not isinstance(found := self._found_since(heard), Ended):
             if isinstance(found, Pod):
                 began = time.monotonic()
@@ -112,7 +114,7 @@ class Job:
         typer.echo(f"{self.name}: {found.how}", err=True)
         return FAILED if found.failed else 0
 
-    def _found_since(self, heard: float) -> Pod | Waiting | Ended:
+    def _found_since(self, heard: float) -> Pod | PortForwardWait | Ended:
         """Find the controller's pod; Silent if kubectl fails, but did not PATIENCE_S before (`heard`)."""
         try:
             return self.find()
@@ -121,7 +123,7 @@ class Job:
                 raise
             return Silent(str(error))
 
-    def find(self) -> Pod | Waiting | Ended:
+    def find(self) -> Pod | PortForwardWait | Ended:
         """Find the controller's pod, or the reason why none runs."""
         labels = {"name": CHART, "instance": self.name, "component": "controller"}
         selector = ",".join(f"app.kubernetes.io/{key}={value}" for key, value in labels.items())
@@ -148,11 +150,11 @@ class Job:
             assert ends[-1] is not None
             return ends[-1]
         if all(job["spec"].get("suspend") for job in jobs):
-            return Waiting("the run is suspended (controller.suspend)")
+            return PortForwardWait("the run is suspended (controller.suspend)")
         states = {pod["metadata"]["name"]: pod["status"].get("phase", "unknown") for pod in pods}
         begun = [f"{name} is {phase}" for name, phase in states.items() if phase != "Failed"]
         failed = [f"{name} failed (see its logs), and another pod will start" for name in states]
-        return Waiting(
+        return PortForwardWait(
             "no controller runs: " + ", ".join(begun or failed[-1:] or ["its pod is not created yet"])
         )
 

@@ -36,7 +36,7 @@ def generate(
     job = job_of(config, overrides)
     from rolemesh.services.processes.generate import generate_file
 
-    generate_file(job, output, log_probs)
+    generate_file(job, output, log_probs=log_probs)
 
 
 @app.command(

@@ -79,7 +79,9 @@ def answers_of_run(
     step: Annotated[
         int | None, typer.Option(help="Step whose answers are shown; by default the newest step.")
     ] = None,
-    uid: Annotated[str | None, typer.Option(help="Only rows of this uid.")] = None,
+    uid: Annotated[
+        str | None, typer.Option(help="Show only rows with this uid, i.e. answers to one prompt.")
+    ] = None,
     rows: Annotated[int, typer.Option(help="Maximum number of rows.", min=1)] = 1,
 ) -> None:
     """Show the policy's answers, conversations turn by turn, and the tokens that it is trained on.

@@ -20,11 +20,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from rolemesh.config.model import ModelConfig
-from rolemesh.data.arithmetic import DATA_SOURCE, Problem, answer, question
 from rolemesh.data.parquet import write_rows
 from rolemesh.data.progress_bar import track
 from rolemesh.models.loading import load_causal_lm
 from rolemesh.models.tiny import byte_tokenizer, make_tiny_model
+from rolemesh.services.command_line.arithmetic import DATA_SOURCE, Problem, answer, question
 from rolemesh.services.command_line.demo import LEARNING_RATE, one_thread, schedule
 
 # A turn of the policy has no beginning of its own: it speaks after a message's end.
@@ -33,13 +33,16 @@ CHAT_TEMPLATE = (
     "{{ message['content'] }}<|im_end|>{% endfor %}"
 )
 # One token each, as frequent text is in a tokenizer with merges.
-CALLS, CALLED = '<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>'
-FEWEST_DIGITS, MOST_DIGITS = 3, 5
+CALLS = '<tool_call>{"name": "calculator", "arguments": {"expression": "'
+CALLED = '"}}</tool_call>'
+FEWEST_DIGITS = 3
+MOST_DIGITS = 5
 GUESSES = 0.75  # how often the demonstrator guesses
 OFF_BY = (-1000, -100, -10, 10, 100, 1000)
 WARM_START_STEPS = 1000
 BATCH_SIZE = 128
-NUM_TRAIN, NUM_VAL = 4096, 256
+NUM_TRAIN = 4096
+NUM_VAL = 256
 
 
 def prepare_tools_demo(directory: Path, seed: int = 1, *, num_steps: int = WARM_START_STEPS) -> Path:
@@ -54,7 +57,8 @@ def prepare_tools_demo(directory: Path, seed: int = 1, *, num_steps: int = WARM_
         The directory.
     """
     console = Console(stderr=True)
-    data, model = directory / "data", directory / "model"
+    data = directory / "data"
+    model = directory / "model"
     if (data / "val.parquet").is_file():
         console.print(f"{data} exists and is kept")
     else:
@@ -72,7 +76,8 @@ def prepare_tools_demo(directory: Path, seed: int = 1, *, num_steps: int = WARM_
 
 def long_sums(count: int, seed: int) -> list[Problem]:
     """Draw different problems; both numbers of one have equally many digits."""
-    draw, drawn = random.Random(seed), dict[Problem, None]()
+    draw = random.Random(seed)
+    drawn = dict[Problem, None]()
     while len(drawn) < count:
         digits = draw.randint(FEWEST_DIGITS, MOST_DIGITS)
         drawn[
@@ -128,8 +133,10 @@ def _imitate(model: Any, tokenizer: Any, seed: int, num_steps: int) -> None:
 
 def _demonstrated(problem: Problem, draw: random.Random, tokenizer: Any) -> tuple[list[int], list[int]]:
     """Return a conversation's ids, and labels that are -100 on what the demonstrator does not say."""
-    right, asked = sum(problem), f"{problem[0]}+{problem[1]}"
-    heard, said = f"<|im_start|>{question(problem)}<|im_end|>", "<|im_end|>"
+    right = sum(problem)
+    asked = f"{problem[0]}+{problem[1]}"
+    heard = f"<|im_start|>{question(problem)}<|im_end|>"
+    said = "<|im_end|>"
     if draw.random() < GUESSES:
         parts = [(heard, False), (answer(str(right + draw.choice(OFF_BY))) + said, True)]
     else:

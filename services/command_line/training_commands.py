@@ -51,7 +51,11 @@ def sft(config: ConfigArgument, overrides: Overrides = None) -> None:
 def prepare(
     command: Annotated[list[str], typer.Argument(help="A program and its arguments.", metavar="COMMAND...")],
     creates: Annotated[
-        Path, typer.Option(help="Made by the command; if it exists, nothing is done.", metavar="PATH")
+        Path,
+        typer.Option(
+            help="File or directory that the command creates; if it exists, the command is not run.",
+            metavar="PATH",
+        ),
     ],
     lock: Annotated[
         Path | None,
@@ -110,11 +114,15 @@ def prepare(
 )
 def need(
     given: Annotated[
-        list[str], typer.Argument(help="Of this pod's namespace, as in --need of control.", metavar="KIND/NAME")
+        list[str],
+        typer.Argument(
+            help="deployment/NAME or statefulset/NAME in this pod's namespace, as for --need of control.",
+            metavar="KIND/NAME",
+        ),
     ],
 ) -> None:
     """Fail if one of these workloads of roles is scaled to zero, and say how to bring it back."""
-    from rolemesh.kubernetes import Cluster
+    from rolemesh.kubernetes import KubernetesApi
     from rolemesh.services.controller.scale_down import refuse_scaled_down, workloads
 
-    asyncio.run(refuse_scaled_down(workloads(given), Cluster.in_pod()))
+    asyncio.run(refuse_scaled_down(workloads(given), KubernetesApi.in_pod()))

@@ -13,12 +13,12 @@ from types import MappingProxyType
 from typing import Any
 
 from rolemesh.catalog.catalog import load
-from rolemesh.catalog.roles import ROLES
+from rolemesh.catalog.role_specs import ROLES
 from rolemesh.config import JobConfig
 from rolemesh.config.base import absolute_path, resolved
 from rolemesh.errors import WRONG_INPUT, InvalidConfig, RoleUnavailable
 from rolemesh.fingerprint import Fingerprint, fingerprint
-from rolemesh.kubernetes import Cluster
+from rolemesh.kubernetes import KubernetesApi
 from rolemesh.models.fetching import pinned
 from rolemesh.models.loading import load_tokenizer, vocabulary_in
 from rolemesh.roles import Roles, methods
@@ -33,7 +33,7 @@ from rolemesh.services.controller.run.attempts import Attempts, NoProgress
 from rolemesh.services.controller.run.loop import Run
 from rolemesh.services.controller.run.run_dir import AnotherRun, address_shown, held, new_term
 from rolemesh.services.controller.scale_down import Workload, refuse_scaled_down, scale_down, scale_up
-from rolemesh.services.controller.service.server import ControllerServer, serving
+from rolemesh.services.controller.service.controller_server import ControllerServer, serving
 from rolemesh.services.controller.service.status import RunStatus, State
 from rolemesh.tasks import gather
 from rolemesh.wire.allocator import tune
@@ -86,7 +86,7 @@ async def control(
     warn_of_stale_rows(job)
     if not roles_of:  # a trial has nothing to keep
         warn_of_no_checkpoint(job)
-    cluster = Cluster.in_pod() if scaled_down else None
+    cluster = KubernetesApi.in_pod() if scaled_down else None
     attempts = Attempts(job.run_dir, max_attempts, attempts_of)
     try:
         with ExitStack() as locks:
@@ -95,7 +95,7 @@ async def control(
                 locked = {resolved(each): each for each in (roles_of or job.run_dir, job.run_dir)}
                 for _, directory in sorted(locked.items()):
                     locks.enter_context(held(directory))
-                locks.enter_context(attempts.forgiven_at_sigterm())  # until there are brakes
+                locks.enter_context(attempts.forgiven_at_sigterm())  # until signals are handled
                 locks.enter_context(attempts.counted())
             except AnotherRun:
                 begun()  # no failure of this one, which waits for the other's end by being restarted
@@ -108,7 +108,7 @@ async def control(
                 raise
             begun()
             if needed:  # not before: a run that cannot go on has scaled them down, and says why
-                await refuse_scaled_down(needed, Cluster.in_pod())
+                await refuse_scaled_down(needed, KubernetesApi.in_pod())
             # Before names at the Hub become commits, which roles do not see.
             expected = {role: fingerprint(job, role) for role in job.roles}
             if roles_of:  # a trial may have data and a length of its own
@@ -117,13 +117,15 @@ async def control(
             await check_step(job)
             # In a thread, so that the server answers meanwhile: prompts may be many.
             run = await asyncio.to_thread(new_run, job, server.status)
-            with Brakes(run, attempts.forgive, leaves=bool(cluster)) as brakes:
+            with StopOnSignal(run, attempts.forgive, leave_scale_down_to_next_start=bool(cluster)) as stop:
                 # If the controller was killed between the end of the run and the scale-down, roles may be gone.
                 finished = run.finished()
                 if cluster and not finished:
                     await scale_up(scaled_down, cluster, sets_replicas=scales_up)
-                summary = finished or await train(run, addresses, server, scraped, roles_of, expected, attempts)
-                brakes.end(summary)
+                summary = finished or await train(
+                    run, addresses, server, scraped, roles_of=roles_of, expected=expected, attempts=attempts
+                )
+                stop.end(summary)
     except WRONG_INPUT:  # a retry would not help, so the controller is not restarted
         if cluster:
             await scale_down(scaled_down, cluster)
@@ -156,12 +158,14 @@ def warn_of_untrained_actor(job: JobConfig) -> None:
     Args:
         job: with its number of steps.
     """
-    warmup, steps = job.trainer.critic_warmup, job.trainer.total_training_steps
+    warmup = job.trainer.critic_warmup
+    steps = job.trainer.total_training_steps
     if steps is not None and warmup >= steps and not job.trainer.val_only:
         log.warning(
             "trainer.critic_warmup is %d, and the run has %d steps, so none of them trains the actor; make "
             "critic_warmup smaller, or the run longer",
-            *(warmup, steps),
+            warmup,
+            steps,
         )
 
 
@@ -177,14 +181,17 @@ def warn_of_stale_rows(job: JobConfig) -> None:
             "trainer.max_staleness (%d) to say how many steps ahead",
             job.steps_ahead,
         )
-    correction, loss = job.algorithm.rollout_correction, job.policy_loss
+    correction = job.algorithm.rollout_correction
+    loss = job.policy_loss
     weighs = loss.has_ratio and not (loss.corrects and correction.is_plain_reinforce)
     if job.steps_ahead and not weighs and correction.rollout_is is None:
         log.warning(
             "rollout.mode is async, so tokens are of weights up to %d step%s older than those that learn from "
             "them, but the policy loss (%s) has neither a clip nor an importance weight; set "
             "algorithm.rollout_correction.rollout_is to token, or trainer.max_staleness to 0",
-            *(job.steps_ahead, "s" * (job.steps_ahead > 1), loss.name),
+            job.steps_ahead,
+            "s" * (job.steps_ahead > 1),
+            loss.name,
         )
 
 
@@ -223,6 +230,7 @@ async def train(
     addresses: Addresses,
     server: ControllerServer,
     scraped: str | None,
+    *,
     roles_of: Path | None = None,
     expected: Mapping[str, Fingerprint] = MappingProxyType({}),
     attempts: Attempts | None = None,
@@ -333,7 +341,7 @@ async def until_ready(clients: Iterable[RoleClient], timeout_s: float) -> None:
         raise RoleUnavailable("\n".join(late))
 
 
-class Brakes:
+class StopOnSignal:
     """Handles SIGINT and SIGTERM.
 
     The first signal stops the run after the current step, or at once while roles start. The second ends it at
@@ -342,15 +350,22 @@ class Brakes:
     Args:
         run: the run.
         on_signal: called at each signal, before anything else.
-        leaves: after a signal, leave the end of the run to the next start, which scales the roles down. An
-            upgrade may have replaced this controller by one that makes more steps.
+        leave_scale_down_to_next_start: after a signal, leave the end of the run to the next start, which scales
+            the roles down. An upgrade may have replaced this controller by one that makes more steps.
     """
 
-    def __init__(self, run: Run, on_signal: Callable[[], None] = lambda: None, leaves: bool = False) -> None:
-        self._run, self._at_signal, self._leaves_end = run, on_signal, leaves
+    def __init__(
+        self,
+        run: Run,
+        on_signal: Callable[[], None] = lambda: None,
+        leave_scale_down_to_next_start: bool = False,
+    ) -> None:
+        self._run = run
+        self._at_signal = on_signal
+        self._leaves_end = leave_scale_down_to_next_start
         self._signal: signal.Signals | None = None
 
-    def __enter__(self) -> Brakes:
+    def __enter__(self) -> StopOnSignal:
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         if threading.current_thread() is not threading.main_thread():
@@ -385,7 +400,8 @@ class Brakes:
     def _on_signal(self, number: signal.Signals) -> None:
         assert self._task is not None
         self._at_signal()
-        is_first, self._signal = self._signal is None, number
+        is_first = self._signal is None
+        self._signal = number
         if not is_first or self._run.status.state is State.STARTING:
             self._task.cancel()
             return

@@ -16,15 +16,23 @@ from contextlib import suppress
 from pathlib import Path
 
 from rolemesh.errors import WRONG_INPUT, InvalidConfig, RolemeshError
-from rolemesh.sandbox.parent import not_started
+from rolemesh.process_group import not_started
 from rolemesh.services.controller.run.attempts import Attempts, NoProgress
 from rolemesh.services.controller.scale_down import Workload, scale_down_in_pod
 
 # Errors of exec that are about the command, and of stat that are about the path. Others may pass, such as EIO
 # and ESTALE of NFS, or EAGAIN.
-OF_INPUT = {
-    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM),
-    *(errno.ENOEXEC, errno.E2BIG, errno.EINVAL),
+INPUT_ERRNOS = {
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOEXEC,
+    errno.E2BIG,
+    errno.EINVAL,
 }
 
 
@@ -79,7 +87,7 @@ def _is_there(creates: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
-        failed = InvalidConfig if error.errno in OF_INPUT else NotPrepared
+        failed = InvalidConfig if error.errno in INPUT_ERRNOS else NotPrepared
         raise failed(f"cannot tell whether {creates}, which prepare creates, is there: {error}") from error
     return True
 
@@ -111,7 +119,7 @@ async def _run(command: Sequence[str], creates: Path, attempts: Attempts, final:
             send(early)
         status = await process.wait()
     except OSError as error:
-        failed = InvalidConfig if error.errno in OF_INPUT else NotPrepared
+        failed = InvalidConfig if error.errno in INPUT_ERRNOS else NotPrepared
         raise failed(
             f"the step of prepare that creates {creates} cannot start `{shown}`: {not_started(command, error)}"
         ) from error

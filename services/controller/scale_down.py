@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rolemesh.errors import InvalidConfig, RolemeshError
-from rolemesh.kubernetes import Absent, Cluster, Unreachable
+from rolemesh.kubernetes import Absent, KubernetesApi, Unreachable
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def workloads(given: Iterable[str]) -> list[Workload]:
     return sorted(found, key=lambda workload: list(KINDS).index(workload.kind))
 
 
-async def scale_down(to_zero: Sequence[Workload], cluster: Cluster) -> None:
+async def scale_down(to_zero: Sequence[Workload], cluster: KubernetesApi) -> None:
     """Scale each workload to zero. A failure is only logged, with the command to run: the run has succeeded.
 
     While the API server does not answer, this tries for PATIENCE_S, as nobody else would release the GPUs.
@@ -120,7 +120,7 @@ async def scale_down_in_pod(to_zero: Sequence[Workload]) -> None:
     if not to_zero:
         return
     try:
-        cluster = Cluster.in_pod()
+        cluster = KubernetesApi.in_pod()
     except (RolemeshError, OSError) as error:
         names = ", ".join(f"{workload.kind}/{workload.name}" for workload in to_zero)
         log.warning("could not scale down %s: %s", names, error)
@@ -128,7 +128,7 @@ async def scale_down_in_pod(to_zero: Sequence[Workload]) -> None:
     await scale_down(to_zero, cluster)
 
 
-async def scale_up(workloads: Sequence[Workload], cluster: Cluster, *, sets_replicas: bool) -> None:
+async def scale_up(workloads: Sequence[Workload], cluster: KubernetesApi, *, sets_replicas: bool) -> None:
     """Scale up the workloads that the end of an earlier run scaled down. A failure is only logged.
 
     Args:
@@ -159,7 +159,7 @@ async def scale_up(workloads: Sequence[Workload], cluster: Cluster, *, sets_repl
     await _in_rounds(workloads, cluster, scale, give_up, START_PATIENCE_S)
 
 
-async def refuse_scaled_down(needed: Sequence[Workload], cluster: Cluster) -> None:
+async def refuse_scaled_down(needed: Sequence[Workload], cluster: KubernetesApi) -> None:
     """Fail early if needed workloads are scaled to zero, instead of waiting for pods that nobody will start.
 
     Raises:
@@ -182,7 +182,7 @@ async def refuse_scaled_down(needed: Sequence[Workload], cluster: Cluster) -> No
 
 async def _in_rounds(
     workloads: Iterable[Workload],
-    cluster: Cluster,
+    cluster: KubernetesApi,
     act: Callable[[Workload, str], Awaitable[None]],
     give_up: Callable[[Workload, Exception], None],
     patience_s: float,
@@ -198,7 +198,8 @@ async def _in_rounds(
         give_up: gets a workload for which `act` failed, or still got no answer after `patience_s`.
         patience_s: no round begins later.
     """
-    deadline, wait_s = time.monotonic() + patience_s, RETRY_S
+    deadline = time.monotonic() + patience_s
+    wait_s = RETRY_S
     left = list(workloads)
     while left:
         silent: list[tuple[Workload, Unreachable]] = []

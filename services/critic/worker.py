@@ -9,27 +9,27 @@ from torch import Tensor
 
 from rolemesh.algos.aggregation import Aggregation, BatchCounts, TokenMean
 from rolemesh.algos.value_loss import clipped_value_loss
+from rolemesh.batch_validation import BatchValidator
 from rolemesh.config import JobConfig
 from rolemesh.config.actor import CriticConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.models.heads import ScoreModel
 from rolemesh.models.loading import named_weights, vocabulary_of, with_dtype
 from rolemesh.models.micro_batches import MicroBatches
-from rolemesh.models.packed.probe import prepare_body
-from rolemesh.models.sequence import check_sequences, gathered, of_the_loss, token_values
+from rolemesh.models.packed.load_probe import prepare_body
+from rolemesh.models.sequence import check_sequences, loss_columns, merge_micro_batches, token_values
 from rolemesh.models.sharded import load_score_model, read_score_model
 from rolemesh.models.supported import check_positions
 from rolemesh.ranks.ulysses import check_heads
 from rolemesh.roles import Metrics, methods
 from rolemesh.training.checkpoint import WriteModel
-from rolemesh.training.loop import Schedule, checkpoint_activations, update
-from rolemesh.training.worker import TrainedWorker
-from rolemesh.validation import BatchValidator
-from rolemesh.workers.commands import Deal, command
+from rolemesh.training.update_loop import Schedule, checkpoint_activations, update
+from rolemesh.workers.commands import ShardedBatch, on_all_ranks
 from rolemesh.workers.devices import resolve_device
 from rolemesh.workers.local import by_rows, on_worker_thread
-from rolemesh.workers.parking import Parking, model_tensors
-from rolemesh.workers.seat import Seat
+from rolemesh.workers.offloading import Offloader, model_tensors
+from rolemesh.workers.trained_worker import TrainedWorker
+from rolemesh.workers.worker_context import WorkerContext
 
 
 class CriticWorker(TrainedWorker):
@@ -41,10 +41,11 @@ class CriticWorker(TrainedWorker):
             suit the rows' lengths; or the device does not exist or has no such dtype.
     """
 
-    def __init__(self, job: JobConfig, seat: Seat | None = None) -> None:
-        super().__init__("critic", seat)
+    def __init__(self, job: JobConfig, worker_context: WorkerContext | None = None) -> None:
+        super().__init__("critic", worker_context)
         critic = job.critic
-        self.job, self.device = job, resolve_device(job.trainer.device)
+        self.job = job
+        self.device = resolve_device(job.trainer.device)
         self.config = with_dtype(job.critic_model, "critic", self.device)
         assert critic.ppo_epochs is not None, "JobConfig fills it in"
         assert critic.shuffle is not None, "JobConfig fills it in"
@@ -55,7 +56,8 @@ class CriticWorker(TrainedWorker):
             shuffle=critic.shuffle,
             seed=critic.seed,
         )
-        ranks, fsdp = self.seat.ranks, self.config.fsdp_config
+        ranks = self.worker_context.ranks
+        fsdp = self.config.fsdp_config
         self.root = load_score_model(self.config, "critic", ranks, fsdp, self.device, critic.seed)
         self.methods = methods(job)
         self.validator = BatchValidator.of(self.methods, "critic", vocabulary_of(self.model.body))
@@ -66,7 +68,7 @@ class CriticWorker(TrainedWorker):
             check_heads(self.model.body.config.get_text_config(), ranks.ulysses.size, key)
         checkpoint_activations(self.model.body, self.config, self.device)
         self.prepare_training(critic.optim, critic.grad_clip, self.config.fsdp_config)
-        self.parking = Parking(lambda: model_tensors(self.root), self.device, job.run_dir)
+        self.offloader = Offloader(lambda: model_tensors(self.root), self.device, job.run_dir)
 
     @property
     def model(self) -> ScoreModel:
@@ -79,21 +81,21 @@ class CriticWorker(TrainedWorker):
         """Compute values [B, T] before each response token is sampled, 0 where response_mask is False."""
         batch = self.methods["critic.compute_values"].prune(batch)
         check_sequences(batch, "critic.compute_values")
-        dealt = Deal.of(batch, self.schedule.micro_batches, self.seat.ranks)
-        return dealt.join(self.forward(dealt.parts))
+        sharded = ShardedBatch.of(batch, self.schedule.micro_batches, self.worker_context.ranks)
+        return sharded.gather(self.forward(sharded.parts))
 
-    @command
+    @on_all_ranks
     @torch.no_grad()
     def forward(self, part: DataProto) -> DataProto:
         """Compute values [B, T] of this rank's rows."""
         passes = [
             (at, self._values(part.select_idxs(at)))
-            for at, _ in self.schedule.micro_batches.passes(part, self.seat.ranks)
+            for at, _ in self.schedule.micro_batches.passes(part, self.worker_context.ranks)
         ]
-        return DataProto({"values": gathered(passes, part["response_mask"])})
+        return DataProto({"values": merge_micro_batches(passes, part["response_mask"])})
 
     def _values(self, rows: DataProto) -> Tensor:
-        how = {"device": self.device, "dtype": self.config.dtype, "ulysses": self.seat.ranks.ulysses}
+        how = {"device": self.device, "dtype": self.config.dtype, "ulysses": self.worker_context.ranks.ulysses}
         values: Tensor = self.root(token_values, rows, **how)
         return values
 
@@ -112,11 +114,11 @@ class CriticWorker(TrainedWorker):
         return {f"critic/{name}": value for name, value in metrics.items()} | self.loads.take() | used
 
     def loss(self, rows: DataProto, mini_batch: BatchCounts) -> tuple[Tensor, dict[str, Tensor | TokenMean]]:
-        return value_objective(self._values(rows), of_the_loss(rows, self.device), mini_batch, self.job.critic)
+        return value_objective(self._values(rows), loss_columns(rows, self.device), mini_batch, self.job.critic)
 
     def copy_model(self) -> WriteModel:
         """Copy this rank's rows of the model, and return what writes the copy."""
-        return self.model.copy(self.seat.ranks)
+        return self.model.copy(self.worker_context.ranks)
 
     def trained_weights(self) -> dict[str, Tensor]:
         """Return the weights of body and value head."""

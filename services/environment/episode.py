@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from rolemesh.agents.environment import Conversation
 from rolemesh.agents.messages import answer_of, end_of, invalid_as, message_of, opening_of
 from rolemesh.errors import EnvironmentFailed, EpisodeLost, InvalidBatch, InvalidData, RolemeshError
-from rolemesh.services.environment.running import TookTooLong, look_at, within
+from rolemesh.services.environment.timeouts import TookTooLong, look_at, within
 from rolemesh.v1.environment_pb2 import (
     ActRequest,
     ActResponse,
@@ -32,7 +32,7 @@ OF_A_PROGRAM = ("text", "cut", "prompt_tokens", "completion_tokens")
 
 
 @dataclass(frozen=True)
-class Limits:
+class EpisodeTimeouts:
     """Time limits.
 
     Args:
@@ -61,17 +61,23 @@ class OpenedEpisode:
         self,
         request: OpenEpisodeRequest,
         opens: Callable[[], Awaitable[Conversation]],
-        limits: Limits,
+        limits: EpisodeTimeouts,
         answered: Callable[[OpenedEpisode, ActResponse], None],
         ended: Callable[[OpenedEpisode, str], None],
     ) -> None:
-        self.name, self.attempt, self.agent = request.episode, request.attempt, request.agent
+        self.name = request.episode
+        self.attempt = request.attempt
+        self.agent = request.agent
         self.where = f"row {request.uid} (agent {request.agent})"
-        self._opens, self._limits = opens, limits
-        self._answered, self._ended = answered, ended
+        self._opens = opens
+        self._limits = limits
+        self._answered = answered
+        self._ended = ended
         self._conversation: Conversation | None = None
         self._opening = _started(self._open())
-        self._turn, self._said, self._is_done = 0, b"", False
+        self._turn = 0
+        self._said = b""
+        self._is_done = False
         self._acting: asyncio.Task[ActResponse] | None = None
         self._closing: asyncio.Task[CloseEpisodeResponse] | None = None
         self._failure: RolemeshError | None = None
@@ -116,7 +122,8 @@ class OpenedEpisode:
         turn = message_of(request.message, f"{self.where}: turn {request.turn}")
         if request.completion_tokens:  # only for an agent that sets its prompt
             turn |= {name: getattr(request, name) for name in OF_A_PROGRAM}
-        self._turn, self._said = request.turn, said
+        self._turn = request.turn
+        self._said = said
         self._acting = _started(self._act(turn))
         return await self._answer(self._acting)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from rolemesh.errors import RoleBusy
 from rolemesh.roles import Environment
-from rolemesh.rpc.errors import to_status
 from rolemesh.rpc.serving.handlers import Context
 from rolemesh.rpc.serving.servicers import EnvironmentServiceBase
+from rolemesh.rpc.status_codes import to_status
 from rolemesh.services.environment.worker import EnvironmentWorker
 from rolemesh.v1.environment_pb2 import (
     ActRequest,

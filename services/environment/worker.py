@@ -12,12 +12,13 @@ from typing import Any
 from rolemesh.agents.environment import Agent, Conversation, Episode
 from rolemesh.agents.messages import chat_of, object_of
 from rolemesh.agents.tools import ToolSchema
+from rolemesh.batch_validation import BatchValidator
 from rolemesh.catalog.agents import AGENTS
 from rolemesh.config import JobConfig
 from rolemesh.config.yaml_file import one_line
 from rolemesh.errors import EpisodeLost, InvalidBatch, InvalidConfig, RoleBusy, UnknownAgent
-from rolemesh.services.environment.episode import Limits, OpenedEpisode, name_of
-from rolemesh.services.environment.external.endpoint import Server
+from rolemesh.services.environment.episode import EpisodeTimeouts, OpenedEpisode, name_of
+from rolemesh.services.environment.external.endpoint import EpisodeEndpoint
 from rolemesh.services.environment.external.programs import Programs
 from rolemesh.telemetry import metrics
 from rolemesh.v1 import environment_pb2
@@ -31,11 +32,10 @@ from rolemesh.v1.environment_pb2 import (
     OpenEpisodeRequest,
     OpenEpisodeResponse,
 )
-from rolemesh.validation import BatchValidator
 from rolemesh.wire.limits import MAX_ANSWER_BYTES, MAX_EPISODE_NAME, MAX_TOOLS
 from rolemesh.wire.streams import LARGE_BYTES
 from rolemesh.workers.local import LocalWorker
-from rolemesh.workers.seat import Seat
+from rolemesh.workers.worker_context import WorkerContext
 
 log = logging.getLogger(__name__)
 
@@ -53,21 +53,21 @@ class EnvironmentWorker(LocalWorker):
 
     Args:
         job: has the agents and their limits.
-        seat: the worker's thread; None: one of its own.
+        worker_context: the worker's thread; None: one of its own.
 
     Raises:
         InvalidConfig: an agent cannot be made, e.g. a tool is unknown.
     """
 
-    def __init__(self, job: JobConfig, seat: Seat | None = None) -> None:
-        super().__init__("environment", seat)
+    def __init__(self, job: JobConfig, worker_context: WorkerContext | None = None) -> None:
+        super().__init__("environment", worker_context)
         self.validator = BatchValidator({})
         self._job = job
         settings = job.rollout.multi_turn
-        self._limits = Limits(settings.call_timeout_s, settings.episode_timeout_s + SPARE_S)
+        self._limits = EpisodeTimeouts(settings.call_timeout_s, settings.episode_timeout_s + SPARE_S)
         self._max_episodes = settings.max_episodes
         self._agents: dict[str, Agent] = {}
-        self._server = Server()
+        self._server = EpisodeEndpoint()
         self._making = asyncio.Lock()
         self._tools: set[str] = set()
         self._episodes: dict[str, OpenedEpisode] = {}

@@ -5,6 +5,6 @@ role_processes.py  starts, watches and ends such processes; environments.py has 
 launchers.py       starts ranks on this machine; ray_cluster.py and ray_rank.py by Ray
 fork_server.py     forks processes from one that has imported their code; role_forks.py starts it for roles
 launch.py          `rolemesh run`: starts all roles and trains
-alone.py           starts one role, for `rolemesh evaluate` (evaluate.py) and `rolemesh generate` (generate.py)
-ending.py          ends a process that serves
+single_role.py     starts one role, for evaluate.py and generate.py
+shutdown.py        ends a process that serves
 """

@@ -17,10 +17,10 @@ from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Reward
 from rolemesh.services.controller.display.table import log_console
 from rolemesh.services.controller.offline.evaluation import Evaluation, evaluate
-from rolemesh.services.controller.offline.given import check_output, check_role
+from rolemesh.services.controller.offline.generation_input import check_output, check_role
 from rolemesh.services.controller.offline.responses import ResponseRows
 from rolemesh.services.controller.run.durably import write_durably
-from rolemesh.services.processes.alone import with_role
+from rolemesh.services.processes.single_role import with_role
 
 
 def evaluate_file(job: JobConfig, output: Path | None, response_key: str) -> Evaluation:

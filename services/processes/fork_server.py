@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
-from rolemesh import imported
+from rolemesh.importing import imported
 from rolemesh.services.processes.environments import role_settings
 
 log = logging.getLogger(__name__)
@@ -265,7 +265,8 @@ def _become(
 ) -> None:
     """Turn this fork into the process that `rolemesh ARGUMENTS` would start."""
     global server, is_fork
-    server, is_fork = None, True
+    server = None
+    is_fork = True
     os.setsid()
     os.chdir(directory)
     for number in (STDIN, STDOUT, STDERR):

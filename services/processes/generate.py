@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from rolemesh.config import JobConfig
-from rolemesh.config.agreement import equal_answers
+from rolemesh.config.cross_checks import equal_answers
 from rolemesh.data import PromptDataset
 from rolemesh.data.progress_bar import counting
 from rolemesh.errors import InvalidConfig
@@ -18,13 +18,18 @@ from rolemesh.models.fetching import fetched
 from rolemesh.models.loading import load_tokenizer, vocabulary_in
 from rolemesh.roles import Rollout
 from rolemesh.services.controller.offline.generation import generate
-from rolemesh.services.controller.offline.given import check_output, check_role, read_given, settings_of
+from rolemesh.services.controller.offline.generation_input import (
+    check_output,
+    check_role,
+    read_input_rows,
+    settings_of,
+)
 from rolemesh.services.controller.offline.parts import PROMPTS_PER_PART, Parts
 from rolemesh.services.controller.run.run_dir import held
-from rolemesh.services.processes.alone import with_role
+from rolemesh.services.processes.single_role import with_role
 
 
-def generate_file(job: JobConfig, output: Path, log_probs: bool) -> None:
+def generate_file(job: JobConfig, output: Path, *, log_probs: bool) -> None:
     """Write the rows of data.val_files with responses to `output`, or continue an interrupted command.
 
     Args:
@@ -46,7 +51,7 @@ def generate_file(job: JobConfig, output: Path, log_probs: bool) -> None:
     vocabulary_in(job.actor.model, "actor")
     tokenizer = load_tokenizer(job.actor.model)
     prompts = PromptDataset(job.data.val_files, job.data, tokenizer, split="val", scored=False)
-    given = read_given(job, prompts, log_probs)
+    input_rows = read_input_rows(job, prompts, log_probs=log_probs)
     size = job.data.val_batch_size or PROMPTS_PER_PART
     parts = Parts(output, settings_of(job, prompts), len(prompts), size, log_probs)
     console = Console(stderr=True, highlight=False)
@@ -72,7 +77,7 @@ def generate_file(job: JobConfig, output: Path, log_probs: bool) -> None:
                 soft_wrap=True,
             )
             raise
-        parts.finish(given)
+        parts.finish(input_rows)
     dropped = f" ({prompts.left_out})" if prompts.left_out else ""
     console.print(f"{output}: {len(prompts)} rows{dropped}", soft_wrap=True)
 

@@ -16,18 +16,17 @@ from rich.logging import RichHandler
 from rich.text import Text
 
 from rolemesh.catalog.catalog import load
-from rolemesh.catalog.roles import ROLES
+from rolemesh.checks.device_memory import refuse_what_cannot_fit, refuse_what_gpus_cannot_hold
 from rolemesh.config import JobConfig
 from rolemesh.config.model import AMPERE
 from rolemesh.errors import RoleUnavailable
 from rolemesh.models.loading import model_directory
-from rolemesh.planner.devices import available_memory
+from rolemesh.planner.device_specs import available_memory
 from rolemesh.planner.memory import role_shapes
-from rolemesh.planner.refusal import refuse_what_cannot_fit, refuse_what_gpus_cannot_hold
 from rolemesh.rpc.serving.server import serve_metrics
 from rolemesh.services.controller.display.summary import Summary
 from rolemesh.services.controller.main import (
-    Brakes,
+    StopOnSignal,
     checked_run,
     drive,
     warn_of_idle_keys,
@@ -102,10 +101,10 @@ async def _launch(job: JobConfig, run: Run, scraped: str) -> Summary:
     warn_of_idle_keys(job)
     warn_of_stale_rows(job)
     warn_of_no_checkpoint(job)
-    with Brakes(run) as brakes, held(job.run_dir):
+    with StopOnSignal(run) as stop, held(job.run_dir):
         async with role_processes(run.job) as processes:
             summary = await beside(processes, _train(run, processes, scraped))
-        brakes.end(summary)
+        stop.end(summary)
     return summary
 
 
@@ -124,7 +123,7 @@ def check_models(job: JobConfig, roles: Sequence[str]) -> None:
     """
     for role in roles:
         if job.on_device(role):
-            model_directory(ROLES[role].model(job), role)
+            model_directory(job.model_of(role), role)
 
 
 def check_engine(job: JobConfig) -> None:
@@ -150,7 +149,8 @@ def check_memory(job: JobConfig, roles: Sequence[str]) -> None:
     job = job.with_dtypes("cpu" if is_old else device.type)  # auto is float32 on old GPUs, as on a CPU
     gpus = visible_gpus(job)
     given = gpus_by_process(job, gpus, roles)
-    shapes, members = role_shapes(job, roles), members_of(job, roles)
+    shapes = role_shapes(job, roles)
+    members = members_of(job, roles)
     if not gpus:
         refuse_what_cannot_fit(job, shapes, members, available_memory(), "this machine's free memory")
         return
@@ -198,7 +198,8 @@ async def beside(processes: RoleProcesses, work: Coroutine[Any, Any, R]) -> R:
     Raises:
         RoleUnavailable: a role was lost; the message says how its process ended.
     """
-    working, watching = asyncio.create_task(work), asyncio.create_task(processes.watch())
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(processes.watch())
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if working.done() and isinstance(working.exception(), RoleUnavailable):
@@ -208,7 +209,7 @@ async def beside(processes: RoleProcesses, work: Coroutine[Any, Any, R]) -> R:
         try:
             return await working
         except RoleUnavailable as error:
-            raise processes.with_fates(error) from error
+            raise processes.with_exit_reports(error) from error
     finally:
         for task in (working, watching):
             task.cancel()

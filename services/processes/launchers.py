@@ -43,7 +43,7 @@ class Process(Protocol):
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankSlot:
     """Where a rank runs.
 
     Args:
@@ -62,8 +62,8 @@ class Launcher(Protocol):
 
     address: str  # of this machine, for every rank
 
-    async def reserve(self, group: str, size: int, num_gpus: int, within_s: float) -> list[Seat]:
-        """Reserve room for the ranks of a group: rank 0 on this machine, and ranks of a machine in a row.
+    async def reserve(self, group: str, size: int, num_gpus: int, within_s: float) -> list[RankSlot]:
+        """Reserve slots for the ranks of a group: rank 0 on this machine, and ranks of a machine in a row.
 
         Args:
             group: its name.
@@ -73,19 +73,19 @@ class Launcher(Protocol):
             within_s: time limit in seconds.
 
         Returns:
-            The seats by rank.
+            The slots by rank.
 
         Raises:
             RoleUnavailable: there was no room in time; the message names the request and the machines.
         """
 
     async def start(
-        self, seat: Seat, arguments: Sequence[str], environment: Mapping[str, str], log_file: Path | None
+        self, slot: RankSlot, arguments: Sequence[str], environment: Mapping[str, str], log_file: Path | None
     ) -> Process:
         """Start `rolemesh ARGUMENTS`.
 
         Args:
-            seat: where.
+            slot: where.
             arguments: with --exit-with-parent.
             environment: variables in addition to those of its machine.
             log_file: for its output; None: the launcher's own output.
@@ -100,11 +100,11 @@ class Here:
 
     address = LOOPBACK
 
-    async def reserve(self, group: str, size: int, num_gpus: int, within_s: float) -> list[Seat]:
-        return [Seat(rank, size) for rank in range(size)]
+    async def reserve(self, group: str, size: int, num_gpus: int, within_s: float) -> list[RankSlot]:
+        return [RankSlot(rank, size) for rank in range(size)]
 
     async def start(
-        self, seat: Seat, arguments: Sequence[str], environment: Mapping[str, str], log_file: Path | None
+        self, slot: RankSlot, arguments: Sequence[str], environment: Mapping[str, str], log_file: Path | None
     ) -> Process:
         environment = inherited() | {**environment}
         with contextlib.ExitStack() as stack:
@@ -116,7 +116,11 @@ class Here:
                     name = log_file.stem.replace("-rank-", "/") if log_file else ""
                     return LocalProcess(await server.fork(arguments, environment, written, name))
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "rolemesh", *arguments),
+                sys.executable,
+                "-P",
+                "-m",
+                "rolemesh",
+                *arguments,
                 stdin=asyncio.subprocess.PIPE,  # never written to; it closes when the launcher ends
                 stdout=output,
                 stderr=asyncio.subprocess.STDOUT if output else None,
@@ -167,13 +171,13 @@ class LocalProcess:
 HERE = Here()
 
 
-def rank_environment(rank: int, size: int, seat: Seat, host: str, port: int) -> dict[str, str]:
+def rank_environment(rank: int, size: int, slot: RankSlot, host: str, port: int) -> dict[str, str]:
     """Return the environment variables that torchrun sets for a rank.
 
     Args:
         rank: from 0.
         size: number of ranks.
-        seat: where it runs.
+        slot: where it runs.
         host: address of the group's store, which is on rank 0's machine.
         port: of the store.
     """
@@ -181,9 +185,9 @@ def rank_environment(rank: int, size: int, seat: Seat, host: str, port: int) -> 
     return {
         **({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if on_loopback else {}),
         "RANK": str(rank),
-        "LOCAL_RANK": str(seat.local_rank),
+        "LOCAL_RANK": str(slot.local_rank),
         "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(seat.local_size),
+        "LOCAL_WORLD_SIZE": str(slot.local_size),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",

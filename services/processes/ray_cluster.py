@@ -22,7 +22,7 @@ from typing import Any
 
 from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig, RoleUnavailable
-from rolemesh.services.processes.launchers import LOOPBACK, Seat
+from rolemesh.services.processes.launchers import LOOPBACK, RankSlot
 from rolemesh.services.processes.ray_rank import RayRank
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,8 @@ class RayProcess:
         self.pid = pid
         self.returncode: int | None = None
         self.gone: asyncio.Future[None] = asyncio.ensure_future(self._gone())
-        self._actor, self._is_here = actor, is_here
+        self._actor = actor
+        self._is_here = is_here
 
     def terminate(self) -> None:
         self._actor.signal.remote(signal.SIGTERM)
@@ -79,11 +80,12 @@ class RayCluster:
     """
 
     def __init__(self, ray: ModuleType, is_here: bool) -> None:
-        self._ray, self.is_here = ray, is_here
+        self._ray = ray
+        self.is_here = is_here
         self._placed: dict[str, Any] = {}  # by group: its placement group
         self.address: str = ray.util.get_node_ip_address()  # of this machine, for the other nodes
 
-    async def reserve(self, group: str, size: int, num_gpus: int, within_s: float) -> list[Seat]:
+    async def reserve(self, group: str, size: int, num_gpus: int, within_s: float) -> list[RankSlot]:
         """Launcher.reserve, by a placement group."""
         from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -108,7 +110,7 @@ class RayCluster:
         nodes = placement_group_table(placed)["bundles_to_node_id"]
         order = sorted(range(size), key=lambda bundle: (nodes[bundle] != nodes[0], nodes[bundle], bundle))
         beside = {node: [bundle for bundle in order if nodes[bundle] == node] for node in nodes.values()}
-        seats = []
+        slots = []
         for bundle in order:
             options = self._ray.remote(RayRank).options(
                 num_cpus=1,
@@ -120,19 +122,19 @@ class RayCluster:
                 ),
             )
             own = beside[nodes[bundle]]
-            seats.append(Seat(own.index(bundle), len(own), options.remote()))
-        return seats
+            slots.append(RankSlot(own.index(bundle), len(own), options.remote()))
+        return slots
 
     async def start(
-        self, seat: Seat, arguments: Sequence[str], environment: Mapping[str, str], log_file: Path | None
+        self, slot: RankSlot, arguments: Sequence[str], environment: Mapping[str, str], log_file: Path | None
     ) -> RayProcess:
         """Launcher.start."""
         try:
             output = str(log_file) if log_file else None
-            pid = await seat.actor.start.remote([*arguments], {**environment}, os.getcwd(), output)
+            pid = await slot.actor.start.remote([*arguments], {**environment}, os.getcwd(), output)
         except self._ray.exceptions.RayError as error:
             raise RoleUnavailable(f"Ray could not start `rolemesh {' '.join(arguments)}`: {error}") from error
-        return RayProcess(seat.actor, pid, self.is_here)
+        return RayProcess(slot.actor, pid, self.is_here)
 
     def _nodes(self) -> str:
         nodes = [node for node in self._ray.nodes() if node["Alive"]]

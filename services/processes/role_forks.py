@@ -17,7 +17,7 @@ def fork_roles() -> None:
     No server is started if torch has been imported already, because something may have computed, nor on other
     systems than Linux, whose frameworks do not survive a fork. Then each role starts as a new process.
     """
-    from rolemesh.catalog.roles import ROLES
+    from rolemesh.catalog.role_specs import ROLES
     from rolemesh.services.processes import fork_server
 
     # a fork of a server (tests start commands so) has imported torch, but has not computed

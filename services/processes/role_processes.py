@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in its __all__
 
-from rolemesh.catalog.roles import ROLES
+from rolemesh.catalog.role_specs import ROLES
 from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig, RoleUnavailable
 from rolemesh.ranks.rendezvous import local_store
@@ -31,7 +31,7 @@ from rolemesh.services.processes.launchers import (
     LOOPBACK,
     Launcher,
     Process,
-    Seat,
+    RankSlot,
     rank_environment,
 )
 from rolemesh.services.processes.ray_cluster import joins_cluster, ray_cluster
@@ -58,7 +58,7 @@ class RoleProcess:
     address: str = ""
     metrics_address: str = ""
 
-    def fate(self) -> str:
+    def exit_report(self) -> str:
         """Return the process's name, how it ended, and the last lines of its log."""
         return f"{self.how_ended()}; the end of {self.log_file}:\n{self._last_lines()}"
 
@@ -101,27 +101,30 @@ class RoleProcesses:
             async with asyncio.timeout(timeout_s):
                 for member in self.members:
                     bound = await self._bound(member)
-                    member.address, member.metrics_address = bound["address"], bound["metrics"]
+                    member.address = bound["address"]
+                    member.metrics_address = bound["metrics"]
                     for role in member.roles if member.address else ():  # only rank 0 has an address
                         found.setdefault(role, []).append(member.address)
         except TimeoutError:
             waiting = [m for m in self.members if not m.address_file.exists()]
             raise RoleUnavailable(
-                f"not serving within {timeout_s:.0f} s: " + "\n".join(m.fate() for m in waiting)
+                f"not serving within {timeout_s:.0f} s: " + "\n".join(m.exit_report() for m in waiting)
             ) from None
         return found
 
     async def _bound(self, member: RoleProcess) -> Mapping[str, str]:
         while not member.address_file.exists():
             if member.process.returncode is not None:
-                raise RoleUnavailable(f"before it was ready, {member.fate()}")
+                raise RoleUnavailable(f"before it was ready, {member.exit_report()}")
             await asyncio.sleep(0.02)
         bound: dict[str, str] = json.loads(member.address_file.read_text())
         return bound
 
-    def with_fates(self, error: RoleUnavailable) -> RoleUnavailable:
-        """Return the error with the fate of each process whose address it names."""
-        named = [member.fate() for member in self.members if member.address and member.address in str(error)]
+    def with_exit_reports(self, error: RoleUnavailable) -> RoleUnavailable:
+        """Return the error with the exit report of each process whose address it names."""
+        named = [
+            member.exit_report() for member in self.members if member.address and member.address in str(error)
+        ]
         return RoleUnavailable("\n".join([str(error), *named]))
 
     async def watch(self) -> None:
@@ -145,7 +148,7 @@ class RoleProcesses:
                         if other.roles == member.roles and other.name == other.replica != member.replica
                     ]
                     if not member.is_stateless or not others:
-                        raise RoleUnavailable(member.fate())
+                        raise RoleUnavailable(member.exit_report())
                     # the run continues, so one line and the log's path are enough
                     log.warning(
                         "%s; the run continues with %s (log: %s)",
@@ -202,14 +205,16 @@ async def role_processes(job: JobConfig, roles: Sequence[str] = ()) -> AsyncIter
             start = partial(_start, directory, config)
             for name, roles in members.items():
                 if sizes[name] == 1:
-                    process = start(HERE, Seat(0, 1), name, roles, name, role_settings() | _visible(gpus[name]))
+                    process = start(
+                        HERE, RankSlot(0, 1), name, roles, name, role_settings() | _visible(gpus[name])
+                    )
                     processes.members.append(await process)
                     continue
-                store, ranks = await rank_seats(launcher, job, group_of(name), gpus[name])
+                store, ranks = await rank_slots(launcher, job, group_of(name), gpus[name])
                 stores.append(store)
-                for rank, (seat, environment) in enumerate(ranks):
+                for rank, (slot, environment) in enumerate(ranks):
                     own_name = f"{name}-rank-{rank}" if rank else name
-                    process = start(launcher, seat, own_name, roles, name, environment)
+                    process = start(launcher, slot, own_name, roles, name, environment)
                     processes.members.append(await process)
             yield processes
         finally:
@@ -235,10 +240,10 @@ async def launcher_of(job: JobConfig, num_ranks: int) -> AsyncIterator[Launcher]
         yield HERE
 
 
-async def rank_seats(
+async def rank_slots(
     launcher: Launcher, job: JobConfig, group: str, gpus: Sequence[str]
-) -> tuple[Store, list[tuple[Seat, dict[str, str]]]]:
-    """Reserve a seat for each rank of a group.
+) -> tuple[Store, list[tuple[RankSlot, dict[str, str]]]]:
+    """Reserve a slot for each rank of a group.
 
     Args:
         launcher: starts the ranks.
@@ -247,18 +252,18 @@ async def rank_seats(
         gpus: of this machine, one for each rank; empty: the ranks are on a CPU, or Ray finds their GPUs.
 
     Returns:
-        The store where the ranks meet, and the seat and environment variables of each rank.
+        The store where the ranks meet, and the slot and environment variables of each rank.
 
     Raises:
         RoleUnavailable: there was no room for them in time.
     """
     size = job.num_ranks(group)
-    seats = await launcher.reserve(group, size, gpus_by_ray(job), job.trainer.ready_timeout_s)
+    slots = await launcher.reserve(group, size, gpus_by_ray(job), job.trainer.ready_timeout_s)
     store = local_store(size, launcher.address)
     ranks = []
-    for rank, seat in enumerate(seats):
-        found = rank_environment(rank, size, seat, launcher.address, store.port)
-        ranks.append((seat, role_settings(seat.local_size) | _visible(gpus[rank : rank + 1]) | found))
+    for rank, slot in enumerate(slots):
+        found = rank_environment(rank, size, slot, launcher.address, store.port)
+        ranks.append((slot, role_settings(slot.local_size) | _visible(gpus[rank : rank + 1]) | found))
     return store, ranks
 
 
@@ -317,12 +322,14 @@ def gpus_by_process(job: JobConfig, gpus: Sequence[str], roles: Sequence[str] = 
     """
     needed: dict[str, int] = {}
     for name, own in members_of(job, roles).items():
-        ranks, key = ranks_of(job, name, own), "placement.ranks"
+        ranks = ranks_of(job, name, own)
+        key = "placement.ranks"
         if (ranks > 1 and gpus_by_ray(job)) or not any(job.on_device(role) for role in own):
             needed[name] = 0
             continue
         if "rollout" in own and ranks == 1:
-            ranks, key = job.rollout.tensor_model_parallel_size, "rollout.tensor_model_parallel_size"
+            ranks = job.rollout.tensor_model_parallel_size
+            key = "rollout.tensor_model_parallel_size"
         if 0 < len(gpus) < ranks:
             raise InvalidConfig(
                 f"{key} is {ranks} for {', '.join(own)}, but the job may use {len(gpus)} GPUs of "
@@ -354,26 +361,29 @@ async def _start(
     directory: Path,
     config: Path,
     launcher: Launcher,
-    seat: Seat,
+    slot: RankSlot,
     name: str,
     roles: tuple[str, ...],
     replica: str,
     environment: Mapping[str, str],
 ) -> RoleProcess:
-    log_file, address_file = directory / f"{name}.log", directory / f"{name}.address.json"
+    log_file = directory / f"{name}.log"
+    address_file = directory / f"{name}.address.json"
     address_file.unlink(missing_ok=True)
     arguments = [
-        *("serve", ",".join(roles), "--config", str(config), "--exit-with-parent"),
-        *(
-            "--listen",
-            f"{LOOPBACK}:0",
-            "--metrics-listen",
-            f"{LOOPBACK}:0",
-            "--address-file",
-            str(address_file),
-        ),
+        "serve",
+        ",".join(roles),
+        "--config",
+        str(config),
+        "--exit-with-parent",
+        "--listen",
+        f"{LOOPBACK}:0",
+        "--metrics-listen",
+        f"{LOOPBACK}:0",
+        "--address-file",
+        str(address_file),
     ]
-    process = await launcher.start(seat, arguments, environment, log_file)
+    process = await launcher.start(slot, arguments, environment, log_file)
     return RoleProcess(roles, name, replica, process, log_file, address_file)
 
 

@@ -23,41 +23,41 @@ import torch
 from google.protobuf.descriptor import ServiceDescriptor
 
 from rolemesh.catalog.catalog import load
-from rolemesh.catalog.roles import ROLES
+from rolemesh.catalog.role_specs import ROLES
+from rolemesh.checks.memory_limit import refuse_small_limit
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RoleFailed, RolemeshError
 from rolemesh.fingerprint import fingerprint
-from rolemesh.planner.devices import memory_limit
-from rolemesh.planner.host import refuse_small_limit
-from rolemesh.ranks.following import follow
-from rolemesh.ranks.leading import Leader
-from rolemesh.ranks.orders import Command
+from rolemesh.planner.device_specs import memory_limit
+from rolemesh.ranks.executor import Command
+from rolemesh.ranks.follower import follow
+from rolemesh.ranks.leader import Leader
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.rendezvous import Rendezvous, own_gpu
 from rolemesh.rpc import tls
 from rolemesh.rpc.contract import WEIGHTS
 from rolemesh.rpc.serving.server import RoleServer, serve_metrics
-from rolemesh.services.processes.ending import (
+from rolemesh.services.processes.shutdown import (
     DRAIN_S,
-    LAST_WORDS_S,
+    LOG_FLUSH_S,
     ORPHAN_DRAIN_S,
-    Ending,
+    Shutdown,
     end_at_once,
     end_in,
 )
 from rolemesh.telemetry import context, metrics
 from rolemesh.telemetry.logs import LogFormat, setup_logging
-from rolemesh.weights.holder import Holder
 from rolemesh.weights.service import WeightsServicer
 from rolemesh.weights.store import WeightStore
+from rolemesh.weights.stripe_server import StripeServer
 from rolemesh.wire.allocator import tune
 from rolemesh.workers.commands import command_of as worker_command
 from rolemesh.workers.devices import described, resolve_device
 from rolemesh.workers.lease import Lease
 from rolemesh.workers.local import LocalWorker
 from rolemesh.workers.numerics import prepare_device
-from rolemesh.workers.seat import Seat
+from rolemesh.workers.worker_context import WorkerContext
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,8 @@ async def load_group(
     Raises:
         RolemeshError: a role could not be loaded.
     """
-    lease, store = Lease(), WeightStore()
+    lease = Lease()
+    store = WeightStore()
     sharing = [role for role in roles if job.on_device(role)]
     workers: list[LocalWorker] = []
     servicers: dict[ServiceDescriptor, Any] = {}
@@ -120,27 +121,31 @@ async def load_group(
             shares = len(sharing) > 1 and role in sharing
             if shares:
                 await lease.vacate()
-            seat, rendezvous = Seat.of(job, role, lease if shares else None), Rendezvous()
+            worker_context = WorkerContext.of(job, role, lease if shares else None)
+            rendezvous = Rendezvous()
             if leader and job.on_device(role):
-                seat, rendezvous = replace(seat, orders=leader.orders(role)), leader.rendezvous
-            worker, its_servicers = await _load(role, job, store, seat, rendezvous)
+                worker_context = replace(worker_context, executor=leader.executor(role))
+                rendezvous = leader.rendezvous
+            worker, its_servicers = await _load(role, job, store, worker_context, rendezvous)
             loaded.callback(worker.close)
             if shares:
-                lease.seat(worker)
+                lease.add(worker)
             workers.append(worker)
             servicers.update(its_servicers)
         loaded.pop_all()
     return workers, servicers
 
 
-def load_role(role: str, job: JobConfig, store: WeightStore, seat: Seat) -> tuple[LocalWorker, Servicers]:
+def load_role(
+    role: str, job: JobConfig, store: WeightStore, worker_context: WorkerContext
+) -> tuple[LocalWorker, Servicers]:
     """Load a role's worker, and make its servicers. Blocks until the model is loaded.
 
     Args:
         role: key of ROLES.
         job: the job.
         store: the weights of the process, shared by its roles.
-        seat: the worker's thread, ranks, orders, traces and lease.
+        worker_context: the worker's thread, ranks, executor, traces and lease.
     """
     spec = ROLES[role]
     if job.on_device(role):
@@ -148,27 +153,28 @@ def load_role(role: str, job: JobConfig, store: WeightStore, seat: Seat) -> tupl
         log.info("%s computes on %s", role, described(device))
         if role == "rollout" and device.type == "cuda" and (limit := memory_limit()) is not None:
             refuse_small_limit(job, limit, engines=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    worker: LocalWorker = spec.load()(job, seat)
-    service, servicer = load(spec.service), load(spec.servicer)
+    worker: LocalWorker = spec.load()(job, worker_context)
+    service = load(spec.service)
+    servicer = load(spec.servicer)
     if not spec.serves_weights:
         return worker, {service: servicer(worker)}
     return worker, {service: servicer(worker, store), WEIGHTS: WeightsServicer(store)}
 
 
 async def _load(
-    role: str, job: JobConfig, store: WeightStore, seat: Seat, rendezvous: Rendezvous
+    role: str, job: JobConfig, store: WeightStore, worker_context: WorkerContext, rendezvous: Rendezvous
 ) -> tuple[LocalWorker, Servicers]:
     loaded: list[tuple[LocalWorker, Servicers]] = []
 
     def load_own(rows: DataProto) -> DataProto:
-        loaded.append(load_role(role, job, store, _with_ranks(role, seat, job, rendezvous)))
+        loaded.append(load_role(role, job, store, _with_ranks(role, worker_context, job, rendezvous)))
         return rows
 
     started = time.perf_counter()
-    parts = [DataProto()] * seat.orders.size
-    load_all = partial(contextvars.copy_context().run, seat.orders.give, LOAD, load_own, parts)
+    parts = [DataProto()] * worker_context.executor.size
+    load_all = partial(contextvars.copy_context().run, worker_context.executor.run, LOAD, load_own, parts)
     try:
-        await asyncio.get_running_loop().run_in_executor(seat.thread, load_all)
+        await asyncio.get_running_loop().run_in_executor(worker_context.thread, load_all)
     except RolemeshError as error:  # an error that the user can fix needs no traceback
         log.error("%s could not load: %s", role, error)
         raise
@@ -179,10 +185,12 @@ async def _load(
     return loaded[0]
 
 
-def _with_ranks(role: str, seat: Seat, job: JobConfig, rendezvous: Rendezvous) -> Seat:
-    """Return the seat with its role's ranks. If there are several, each calls this and waits for the others."""
+def _with_ranks(
+    role: str, worker_context: WorkerContext, job: JobConfig, rendezvous: Rendezvous
+) -> WorkerContext:
+    """Return the context with its role's ranks. If there are several, each calls this and waits for all."""
     if rendezvous.size == 1:
-        return seat
+        return worker_context
     rendezvous.join()
     device_type = resolve_device(job.trainer.device).type
     ranks = Ranks.of_process(device_type, job.ulysses_size(role))
@@ -192,7 +200,7 @@ def _with_ranks(role: str, seat: Seat, job: JobConfig, rendezvous: Rendezvous) -
             f"{with_gpu} of the {ranks.size} ranks of {role} have a GPU, and each needs its own: start as many "
             "ranks as the machine has GPUs, or set trainer.device to cpu"
         )
-    return replace(seat, ranks=ranks)
+    return replace(worker_context, ranks=ranks)
 
 
 async def serve(
@@ -240,8 +248,8 @@ async def serve(
     context.role.set(",".join(roles))
     context.rank.set(rendezvous.rank if rendezvous.size > 1 else None)
     context.job.set(job.trainer.experiment_name)
-    ending = Ending(exit_with_parent, drain_s)
-    ending.with_device()
+    shutdown = Shutdown(exit_with_parent, drain_s)
+    shutdown.with_device()
     metrics_address = serve_metrics(metrics_listen) if metrics_listen else None
     metrics.DEVICE_BYTES.set_function(torch.cuda.memory_reserved)  # 0 until something is on a GPU
     leads = rendezvous.rank == 0  # the others answer no calls
@@ -252,12 +260,14 @@ async def serve(
         _write_whole(address_file, bound)
     log.info("listening on %s, metrics on %s", address or "no port", metrics_address or "no port")
     if not leads:
-        await _follow(roles, job, rendezvous, ending, Holder(rendezvous, listen, asyncio.get_running_loop()))
+        await _follow(
+            roles, job, rendezvous, shutdown, StripeServer(rendezvous, listen, asyncio.get_running_loop())
+        )
 
     leader = Leader(roles, rendezvous) if rendezvous.size > 1 else None
     if leader:
         server.why = leader.waiting
-    tasks = [asyncio.create_task(_work(server, roles, job, leader)), asyncio.create_task(ending.begun.wait())]
+    tasks = [asyncio.create_task(_work(server, roles, job, leader)), asyncio.create_task(shutdown.begun.wait())]
     if leader:
         tasks.append(asyncio.create_task(leader.watch()))
     code = 0
@@ -266,17 +276,17 @@ async def serve(
         code = int(any(task.exception() for task in done))
         for task in done:
             task.result()
-        log.info("draining: %s", ending.reason)
+        log.info("draining: %s", shutdown.reason)
     finally:
         if leader and code:  # no other rank computes now, so a call that runs may never end
-            ending.grace_s = ORPHAN_DRAIN_S
-            end_in(ORPHAN_DRAIN_S + LAST_WORDS_S, code)
-        await server.drain(ending.grace_s)
-        if ending.code:
-            end_at_once(ending.code)  # followers learn it from the end of their streams
+            shutdown.grace_s = ORPHAN_DRAIN_S
+            end_in(ORPHAN_DRAIN_S + LOG_FLUSH_S, code)
+        await server.drain(shutdown.grace_s)
+        if shutdown.code:
+            end_at_once(shutdown.code)  # followers learn it from the end of their streams
         if leader:
             await leader.close()
-        end_in(LAST_WORDS_S, code)
+        end_in(LOG_FLUSH_S, code)
 
 
 async def _work(server: RoleServer, roles: Sequence[str], job: JobConfig, leader: Leader | None) -> None:
@@ -311,13 +321,22 @@ def _hung(workers: Sequence[LocalWorker], job: JobConfig) -> str:
 
 
 async def _follow(
-    roles: Sequence[str], job: JobConfig, rendezvous: Rendezvous, ending: Ending, holder: Holder
+    roles: Sequence[str],
+    job: JobConfig,
+    rendezvous: Rendezvous,
+    shutdown: Shutdown,
+    stripe_server: StripeServer,
 ) -> NoReturn:
     """Follow rank 0 until it drains or is gone, then end the process."""
-    seats = {role: replace(Seat.of(job, role), holder=holder) for role in roles if job.on_device(role)}
+    worker_contexts = {
+        role: replace(WorkerContext.of(job, role), stripe_server=stripe_server)
+        for role in roles
+        if job.on_device(role)
+    }
     workers: dict[str, LocalWorker] = {}
-    loop, watches = asyncio.get_running_loop(), []
-    shown = {role: metrics.ROLE_READY.labels(role, rendezvous.rank) for role in seats}  # as 0
+    loop = asyncio.get_running_loop()
+    watches = []
+    shown = {role: metrics.ROLE_READY.labels(role, rendezvous.rank) for role in worker_contexts}  # as 0
 
     async def watch(worker: LocalWorker) -> None:
         try:
@@ -327,7 +346,9 @@ async def _follow(
             end_at_once(1)
 
     def load_own(role: str, rows: DataProto) -> DataProto:
-        workers[role], _ = load_role(role, job, WeightStore(), _with_ranks(role, seats[role], job, rendezvous))
+        workers[role], _ = load_role(
+            role, job, WeightStore(), _with_ranks(role, worker_contexts[role], job, rendezvous)
+        )
         shown[role].set(1)
         log.info("%s is loaded", role)
         watches.append(asyncio.run_coroutine_threadsafe(watch(workers[role]), loop))
@@ -336,16 +357,16 @@ async def _follow(
     def command_of(role: str, method: str) -> Command:
         return partial(load_own, role) if method == LOAD else worker_command(workers[role], method)
 
-    threads = {role: seat.thread for role, seat in seats.items()}
+    threads = {role: worker_context.thread for role, worker_context in worker_contexts.items()}
     following = asyncio.create_task(follow(roles, rendezvous, threads, command_of))
-    asked = asyncio.create_task(ending.begun.wait())
+    asked = asyncio.create_task(shutdown.begun.wait())
     await asyncio.wait({following, asked}, return_when=asyncio.FIRST_COMPLETED)
     if asked.done():
         for ready in shown.values():
             ready.set(0)
-        if not ending.code:
-            log.info("%s: following until rank 0 ends, for %.0f s at most", ending.reason, ending.grace_s)
-        end_in(ending.grace_s + (0 if ending.code else LAST_WORDS_S), ending.code)
+        if not shutdown.code:
+            log.info("%s: following until rank 0 ends, for %.0f s at most", shutdown.reason, shutdown.grace_s)
+        end_in(shutdown.grace_s + (0 if shutdown.code else LOG_FLUSH_S), shutdown.code)
     code = 1
     try:
         await following
@@ -355,7 +376,7 @@ async def _follow(
         log.error("%s", error)
     except Exception:
         log.exception("cannot follow rank 0")
-    end_at_once(ending.code or code)
+    end_at_once(shutdown.code or code)
 
 
 def _write_whole(path: Path, content: Mapping[str, Any]) -> None:

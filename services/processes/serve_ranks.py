@@ -10,7 +10,6 @@ from typing import Any
 
 from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig, RoleUnavailable
-from rolemesh.services.processes.ending import DRAIN_S, LAST_WORDS_S, Ending
 from rolemesh.services.processes.launchers import HERE
 from rolemesh.services.processes.role_processes import (
     GRACE_S,
@@ -18,9 +17,10 @@ from rolemesh.services.processes.role_processes import (
     RoleProcesses,
     gpus_by_ray,
     launcher_of,
-    rank_seats,
+    rank_slots,
     visible_gpus,
 )
+from rolemesh.services.processes.shutdown import DRAIN_S, LOG_FLUSH_S, Shutdown
 from rolemesh.telemetry import context
 from rolemesh.telemetry.logs import LogFormat, setup_logging
 
@@ -90,7 +90,7 @@ async def serve_ranks(
     setup_logging(log_format)
     context.role.set(group)
     context.job.set(job.trainer.experiment_name)
-    ending = Ending(exit_with_parent, drain_s)
+    shutdown = Shutdown(exit_with_parent, drain_s)
 
     def of_rank(rank: int, local_rank: int) -> list[str]:
         own = [*arguments, "--exit-with-parent", "--listen", listen]
@@ -104,35 +104,35 @@ async def serve_ranks(
         while True:
             processes = RoleProcesses([])
             gpus = [] if gpus_by_ray(job) else visible_gpus(job)
-            store, ranks = await rank_seats(launcher, job, group, gpus)
+            store, ranks = await rank_slots(launcher, job, group, gpus)
             try:
-                for rank, (seat, environment) in enumerate(ranks):
+                for rank, (slot, environment) in enumerate(ranks):
                     name = f"rank {rank} of {len(ranks)} of {group}"
-                    own = of_rank(rank, seat.local_rank)
-                    process = await launcher.start(seat, own, environment, None)
+                    own = of_rank(rank, slot.local_rank)
+                    process = await launcher.start(slot, own, environment, None)
                     processes.members.append(
                         RoleProcess(job.groups[group], name, name, process, Path(), Path())
                     )
-                lost = await _first_end(processes, ending)
+                lost = await _first_end(processes, shutdown)
             finally:
                 # Rank 0 drains for the same time, and then cancels the calls that still run.
-                grace_s = drain_s + LAST_WORDS_S if ending.begun.is_set() else GRACE_S
+                grace_s = drain_s + LOG_FLUSH_S if shutdown.begun.is_set() else GRACE_S
                 await asyncio.shield(processes.end(grace_s))
                 del store
-            if ending.begun.is_set():
+            if shutdown.begun.is_set():
                 return
             if launcher is HERE:
                 raise RoleUnavailable(lost)
             log.warning("%s; starting all ranks anew", lost)
 
 
-async def _first_end(processes: RoleProcesses, ending: Ending) -> str:
+async def _first_end(processes: RoleProcesses, shutdown: Shutdown) -> str:
     """Wait until a rank has ended or a signal asks this process to end. Return which, and how."""
-    asked: asyncio.Future[Any] = asyncio.ensure_future(ending.begun.wait())
+    asked: asyncio.Future[Any] = asyncio.ensure_future(shutdown.begun.wait())
     gone: list[asyncio.Future[Any]] = [asyncio.shield(m.process.gone) for m in processes.members]
     await asyncio.wait([asked, *gone], return_when=asyncio.FIRST_COMPLETED)
     asked.cancel()
-    return ", ".join(m.how_ended() for m in processes.members if m.process.gone.done()) or ending.reason
+    return ", ".join(m.how_ended() for m in processes.members if m.process.gone.done()) or shutdown.reason
 
 
 def _port_after(address: str, by: int) -> str:

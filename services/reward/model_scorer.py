@@ -39,7 +39,8 @@ class ModelScorer:
     """
 
     def __init__(self, job: JobConfig, policy_tokenizer: Any, vocabulary: int, ranks: Ranks) -> None:
-        config, self._ranks = job.reward.reward_model, ranks
+        config = job.reward.reward_model
+        self._ranks = ranks
         self._width = job.data.max_prompt_length + job.data.max_response_length
         self._micro_batch = config.micro_batch_size_per_gpu
         self._policy_tokenizer = policy_tokenizer

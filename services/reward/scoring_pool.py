@@ -24,11 +24,11 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from rolemesh.catalog.catalog import BUILT_IN
-from rolemesh.catalog.loading import installed_plugins
+from rolemesh.catalog.plugin_imports import installed_plugins
 from rolemesh.config.reward import RewardConfig
 from rolemesh.cpus import usable_cpus
 from rolemesh.errors import InvalidConfig, RewardFailed
-from rolemesh.sandbox.parent import group_that_dies_with_me
+from rolemesh.process_group import group_that_dies_with_me
 from rolemesh.services.reward.scoring_call import RowScore
 
 log = logging.getLogger(__name__)
@@ -37,12 +37,14 @@ STARTING_S = 300.0  # at least, to import the function's file; reward.timeout_s 
 MOST_BY_THEMSELVES = 8  # limit of the default number: a container without a quota may use all CPUs of its node
 
 ENDS_S = 10.0  # for a process that is asked to end
-SHORT, LONG = struct.Struct("!i"), struct.Struct("!Q")  # a message's length; -1 announces a long one
+# a message's length; -1 announces a long one
+SHORT = struct.Struct("!i")
+LONG = struct.Struct("!Q")
 MOST_SHORT_BYTES = 0x7FFFFFFF
 BLOCK_BYTES = 1 << 16
 
 
-class Call(NamedTuple):
+class ScoringJob(NamedTuple):
     """A call of the reward manager.
 
     Args:
@@ -67,8 +69,9 @@ class CallQueue:
             is started.
     """
 
-    def __init__(self, calls: Iterable[Call], named: Callable[[Sequence[int]], str]) -> None:
-        self._left, self._named = deque(enumerate(calls)), named
+    def __init__(self, calls: Iterable[ScoringJob], named: Callable[[Sequence[int]], str]) -> None:
+        self._left = deque(enumerate(calls))
+        self._named = named
         self._lock = threading.Lock()
         self._begun: set[int] = set()
         self._errors: dict[int, Exception] = {}
@@ -99,7 +102,7 @@ class CallQueue:
         with self._lock:
             self._left.clear()
 
-    def _take(self) -> tuple[int, Call] | None:
+    def _take(self) -> tuple[int, ScoringJob] | None:
         with self._lock:
             if not self._left:
                 return None
@@ -135,7 +138,8 @@ class ScoringPool:
     """
 
     def __init__(self, config: RewardConfig, plugins: Sequence[str] = ()) -> None:
-        self._config, self._plugins = config, plugins
+        self._config = config
+        self._plugins = plugins
         self._number = config.num_workers or min(usable_cpus(), MOST_BY_THEMSELVES)
         self._threads = ThreadPoolExecutor(self._number, thread_name_prefix="scoring")
         self._of_thread = threading.local()
@@ -267,7 +271,7 @@ class _ScoringProcess:
         except TimeoutError as error:
             raise RewardFailed(f"{late}; its process was killed") from error
         except (EOFError, OSError) as error:
-            raise RewardFailed(f"the process that scored it {self._fate(deadline)}") from error
+            raise RewardFailed(f"the process that scored it {self._how_it_ended(deadline)}") from error
         if answered != number:  # otherwise each later row would get the score of another
             raise RewardFailed("the process that scored it sent an answer to another message")
         said: dict[str, Any] = json.loads(answer)
@@ -322,7 +326,7 @@ class _ScoringProcess:
     def close(self) -> None:
         self._connection.close()
 
-    def _fate(self, deadline: float) -> str:
+    def _how_it_ended(self, deadline: float) -> str:
         try:
             code = self._process.wait(max(1.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:

@@ -71,7 +71,7 @@ def scorer_in(message: bytes) -> Scorer:
     said = json.loads(message)
     if "plugins" not in said:
         return _scorer(_section(said["reward"]), resolve_name(said["manager"]))
-    from rolemesh.catalog.loading import load_plugins
+    from rolemesh.catalog.plugin_imports import load_plugins
     from rolemesh.config.reward import RewardConfig
 
     load_plugins(said["plugins"])
@@ -110,7 +110,8 @@ def _scorer(config: RewardConfig, manager: Callable[..., Any], plugin: str | Non
         compute_score = load_function(custom, None if plugin else arguments)
         name = f"{custom.name} of {custom.path}"
     if plugin is not None:
-        compute_score, name = partial(_as_dict, compute_score), plugin
+        compute_score = partial(_as_dict, compute_score)
+        name = plugin
     return Scorer(manager, compute_score, name)
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-OPENS, CLOSES = "<think>", "</think>"
+OPENS = "<think>"
+CLOSES = "</think>"
 
 
 def thought_tokens(responses: Tensor, response_mask: Tensor, tokenizer: Any) -> Tensor:

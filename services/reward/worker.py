@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rolemesh.agents.turns import last_contexts, written
+from rolemesh.batch_validation import BatchValidator
 from rolemesh.config import JobConfig
 from rolemesh.data.texts import ResponseTexts
 from rolemesh.dataproto import DataProto
@@ -21,14 +21,14 @@ from rolemesh.rules.sources import UnknownDataSource, rule_of
 from rolemesh.services.reward.functions import QUICK
 from rolemesh.services.reward.overlong import overlong_penalty
 from rolemesh.services.reward.scoring_call import RowScore, Scorer
-from rolemesh.services.reward.scoring_pool import Call, CallQueue, ScoringPool
+from rolemesh.services.reward.scoring_pool import CallQueue, ScoringJob, ScoringPool
 from rolemesh.services.reward.scoring_process import scorer_of
 from rolemesh.services.reward.thoughts import thought_tokens
-from rolemesh.validation import BatchValidator
-from rolemesh.workers.commands import Deal, command
+from rolemesh.token_mask import last_contexts, token_mask
+from rolemesh.workers.commands import ShardedBatch, on_all_ranks
 from rolemesh.workers.local import LocalWorker, as_call
-from rolemesh.workers.parking import Parking, model_tensors
-from rolemesh.workers.seat import Seat
+from rolemesh.workers.offloading import Offloader, model_tensors
+from rolemesh.workers.worker_context import WorkerContext
 
 if TYPE_CHECKING:
     from rolemesh.services.reward.model_scorer import ModelScorer
@@ -46,8 +46,8 @@ class RewardWorker(LocalWorker):
         ModelNotFound: the policy's tokenizer or vocabulary size, or the reward model, cannot be read.
     """
 
-    def __init__(self, job: JobConfig, seat: Seat | None = None) -> None:
-        super().__init__("reward", seat)
+    def __init__(self, job: JobConfig, worker_context: WorkerContext | None = None) -> None:
+        super().__init__("reward", worker_context)
         self._config = job.reward
         self._component_keys = job.algorithm.gdpo_reward_keys
         self._writes = methods(job)["reward.compute_scores"].writes
@@ -60,14 +60,14 @@ class RewardWorker(LocalWorker):
         self._scorer: Scorer | None = None  # of quick rules, which need no process of their own
         if job.reward.manager.quick and job.reward.custom_reward_function.path is None:
             self._scorer = scorer_of(job.reward)
-        elif self.seat.ranks.rank == 0:  # other ranks have the model alone
+        elif self.worker_context.ranks.rank == 0:  # other ranks have the model alone
             self._pool.start()
         self._model: ModelScorer | None = None
         if job.reward.reward_model.enable:
             from rolemesh.services.reward.model_scorer import ModelScorer
 
-            self._model = scorer = ModelScorer(job, self._tokenizer, vocabulary, self.seat.ranks)
-            self.parking = Parking(lambda: model_tensors(scorer.root), scorer.device, job.run_dir)
+            self._model = scorer = ModelScorer(job, self._tokenizer, vocabulary, self.worker_context.ranks)
+            self.offloader = Offloader(lambda: model_tensors(scorer.root), scorer.device, job.run_dir)
 
     @as_call
     async def compute_scores(self, batch: DataProto) -> DataProto:
@@ -110,14 +110,14 @@ class RewardWorker(LocalWorker):
         scores: dict[int, RowScore] = {}
         calls = []
         if self._config.manager.together:
-            calls = [Call(rows, list(each.values()))] if rows else []
+            calls = [ScoringJob(rows, list(each.values()))] if rows else []
         else:
             for row, arguments in each.items():
                 try:
                     if self._scorer and rule_of(arguments["data_source"], self._config) in QUICK:
                         [scores[row]] = self._scorer.score([arguments])
                     else:
-                        calls.append(Call([row], [arguments]))
+                        calls.append(ScoringJob([row], [arguments]))
                 except (RewardFailed, UnknownDataSource) as error:
                     raise RewardFailed(f"{named([row])}: {error}") from error
         queue = CallQueue(calls, named)
@@ -134,7 +134,8 @@ class RewardWorker(LocalWorker):
         elif by_policy and "turns" in batch:
             texts = [self._turns_of_policy(batch["responses"][row], batch["turns"][row]) for row in rows]
         else:
-            responses, mask = batch["responses"], written(batch)
+            responses = batch["responses"]
+            mask = token_mask(batch)
             ids = [responses[row][mask[row]].tolist() for row in rows]
             texts = self._texts(ids)
         return [
@@ -162,14 +163,14 @@ class RewardWorker(LocalWorker):
                 "reward.reward_model.enable is false"
             )
         scored = last_contexts(batch).select_idxs(rows)
-        dealt = Deal.evenly(scored, self.seat.ranks)
-        scores = dealt.join(self.score_rows(dealt.parts))["scores"]
+        sharded = ShardedBatch.evenly(scored, self.worker_context.ranks)
+        scores = sharded.gather(self.score_rows(sharded.parts))["scores"]
         if len(bad := (~scores.isfinite()).nonzero().flatten()):
             at = int(bad[0])
             raise RewardFailed(f"{_named(batch, [rows[at]])}: the reward model's score is {scores[at].item()}")
         return {row: RowScore(score, score, {}) for row, score in zip(rows, scores.tolist(), strict=True)}
 
-    @command
+    @on_all_ranks
     def score_rows(self, part: DataProto) -> DataProto:
         """Compute the reward model's `scores` [b] of this rank's rows."""
         assert self._model is not None
@@ -181,7 +182,7 @@ class RewardWorker(LocalWorker):
         extra = [each.others for each in scored]
         overlong = self._config.overlong_buffer
         if overlong.enable:
-            penalties = overlong_penalty(written(batch).sum(1), self._max_tokens, overlong)
+            penalties = overlong_penalty(token_mask(batch).sum(1), self._max_tokens, overlong)
             scores += penalties
             if overlong.log:
                 for of_row, penalty in zip(extra, penalties.tolist(), strict=True):
@@ -215,5 +216,6 @@ class RewardWorker(LocalWorker):
 
 def _named(batch: DataProto, rows: Sequence[int]) -> str:
     """Return the name of rows for messages."""
-    first, last = batch["uid"][rows[0]], batch["uid"][rows[-1]]
+    first = batch["uid"][rows[0]]
+    last = batch["uid"][rows[-1]]
     return f"row {first}" if len(rows) == 1 else f"{len(rows)} rows, {first} to {last}"

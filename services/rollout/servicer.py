@@ -39,7 +39,8 @@ class RolloutServicer(RolloutServiceBase):
         self._store = store or WeightStore()
         # Names of the version in use ("" before the first update, and while it is uncertain), and of the
         # previous one.
-        self._taken, self._replaced = "", ""
+        self._taken = ""
+        self._replaced = ""
         self._taking = asyncio.Lock()
         self._on_serving: Callable[[bool], Awaitable[None]] | None = None
 

@@ -8,40 +8,40 @@ from functools import partial
 
 import torch
 
+from rolemesh.batch_validation import BatchValidator
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, InvalidConfig, RolemeshError
 from rolemesh.roles import methods
 from rolemesh.services.rollout.engines import Engine, load_engine
 from rolemesh.services.rollout.engines.fitting import check_fit
-from rolemesh.services.rollout.engines.rows import check_turns
-from rolemesh.services.rollout.spread import CALL, ERROR, RankEngine, SpreadEngine
+from rolemesh.services.rollout.engines.token_rows import check_turns
+from rolemesh.services.rollout.rank_engines import CALL, ERROR, RankEngine, SpreadEngine
 from rolemesh.telemetry import metrics
 from rolemesh.telemetry.timeline import TRANSFER
-from rolemesh.validation import BatchValidator
-from rolemesh.weights.offered import OfferedWeights
-from rolemesh.weights.source import WeightSource
-from rolemesh.workers.commands import command
+from rolemesh.weights.local_handoff import LocalWeightHandoff
+from rolemesh.weights.weight_source import WeightSource
+from rolemesh.workers.commands import on_all_ranks
 from rolemesh.workers.local import LocalWorker
-from rolemesh.workers.seat import Seat
+from rolemesh.workers.worker_context import WorkerContext
 
 
 class RolloutWorker(LocalWorker):
     """Implements rolemesh.roles.Rollout.
 
-    Each rank has an engine of its own (spread.py).
+    Each rank has an engine of its own (rank_engines.py).
     """
 
-    def __init__(self, job: JobConfig, seat: Seat | None = None) -> None:
-        super().__init__("rollout", seat)
+    def __init__(self, job: JobConfig, worker_context: WorkerContext | None = None) -> None:
+        super().__init__("rollout", worker_context)
         self._sampling = job.rollout.sampling
         self.sync_timeout_s = job.trainer.weight_sync_timeout_s
         self._part = job.engine
         load: Callable[[LocalWorker], Engine] = partial(self._load, job)
         self._own: RankEngine | None = None
         self._spread: SpreadEngine | None = None
-        if (size := self.seat.ranks.size) > 1:
-            self._own = RankEngine(load, self.seat, self._part)
+        if (size := self.worker_context.ranks.size) > 1:
+            self._own = RankEngine(load, self.worker_context, self._part)
             self._spread = SpreadEngine(self._own, self, size)
         self._engine: Engine = self._spread or load(self)
         self.validator = BatchValidator.of(methods(job), "rollout", self._engine.vocabulary)
@@ -126,40 +126,41 @@ class RolloutWorker(LocalWorker):
     # ------------------------------------------------------- of several ranks: what each does
 
     async def ordered(self, name: str, parts: Sequence[DataProto]) -> list[DataProto]:
-        """Give a command to every rank, after the commands before it."""
+        """Run a command on every rank, after the commands before it."""
         return await self.run(getattr(self, name), parts)
 
     @property
     def rank_engine(self) -> RankEngine:
         """The engine of this rank, if there are several."""
-        assert self._own is not None, "a rollout of one rank gives no orders to its engine"
+        assert self._own is not None, "a rollout of one rank has no RankEngine"
         return self._own
 
-    @command
+    @on_all_ranks
     def begin_rows(self, part: DataProto) -> DataProto:
         """Begin to generate this rank's rows of the call in meta_info."""
         if len(part):
-            number, sampling = part.meta_info[CALL], self._sampling[part.meta_info["sampling"]]
+            number = part.meta_info[CALL]
+            sampling = self._sampling[part.meta_info["sampling"]]
             self.rank_engine.run(self.rank_engine.begin(number, part, sampling))
         return DataProto({})
 
-    @command
+    @on_all_ranks
     def take_rows(self, part: DataProto) -> DataProto:
         """Return rows that this rank has finished (RankEngine.take)."""
         return self.rank_engine.run(self.rank_engine.take())
 
-    @command
+    @on_all_ranks
     def end_rows(self, part: DataProto) -> DataProto:
         """End the call in meta_info, whose other rows nobody wants."""
         self.rank_engine.run(self.rank_engine.end(part.meta_info[CALL]))
         return DataProto({})
 
-    @command
+    @on_all_ranks
     def fetch_weights(self, part: DataProto) -> DataProto:
         """Fetch the version that rank 0 offers, if it offers one. The answer's meta_info may have `error`."""
         if not len(part):
             return DataProto({})
-        offered = OfferedWeights(part, self.sync_timeout_s)
+        offered = LocalWeightHandoff(part, self.sync_timeout_s)
         fits = partial(check_fit, offered.version, own=self.rank_engine.engine.weights)
         try:
             self.rank_engine.fetched = self.rank_engine.run(offered.fetch(fits))
@@ -167,23 +168,25 @@ class RolloutWorker(LocalWorker):
             return DataProto({}, meta_info={ERROR: str(error)})
         return DataProto({})
 
-    @command
+    @on_all_ranks
     def load_weights(self, part: DataProto) -> DataProto:
         """Swap in the version that this rank has fetched."""
-        own, version = self.rank_engine, part.meta_info["version"]
-        tensors, own.fetched = own.fetched, None
+        own = self.rank_engine
+        version = part.meta_info["version"]
+        tensors = own.fetched
+        own.fetched = None
         assert tensors is not None, "load_weights comes after fetch_weights"
         own.run(own.engine.load_weights(version, tensors))
         metrics.WEIGHTS_VERSION.labels("rollout").set(version)
         return DataProto({})
 
-    @command
-    def park(self, part: DataProto) -> DataProto:
+    @on_all_ranks
+    def offload(self, part: DataProto) -> DataProto:
         """Let this rank's engine sleep. meta_info of the answer: `num_bytes`."""
         return DataProto({}, meta_info={"num_bytes": self.rank_engine.run(self.rank_engine.engine.sleep())})
 
-    @command
-    def unpark(self, part: DataProto) -> DataProto:
+    @on_all_ranks
+    def reload(self, part: DataProto) -> DataProto:
         """Wake this rank's engine. meta_info of the answer: `num_bytes`."""
         return DataProto({}, meta_info={"num_bytes": self.rank_engine.run(self.rank_engine.engine.wake())})
 
@@ -195,4 +198,4 @@ class RolloutWorker(LocalWorker):
         if self._own is None:
             super().where_it_computes(function)
         else:
-            self._own.worker.seat.thread.submit(function).result()
+            self._own.worker.worker_context.thread.submit(function).result()

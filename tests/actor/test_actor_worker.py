@@ -76,7 +76,7 @@ async def test_a_rows_log_probs_do_not_depend_on_its_neighbours(
         assert torch.equal(whole["entropys"], parts["entropys"])
 
 
-async def test_in_a_wide_model_a_rows_log_probs_do_not_depend_on_its_neighbours(tmp_path: Path) -> None:
+async def test_in_a_wide_model_log_probs_do_not_depend_on_neighbours(tmp_path: Path) -> None:
     """1,024 inputs and 6 tokens: a row alone would take another kernel."""
     model = make_tiny_model(tmp_path, hidden_size=256, num_layers=1)
     batch = sequence_batch(16, prompt=5, response=1)
@@ -255,7 +255,7 @@ async def test_published_weights_are_a_copy_under_hugging_face_names(any_model: 
     assert not all(torch.equal(before[name], after[name]) for name in stored)
 
 
-async def test_the_reported_rate_is_of_the_training_step_for_any_number_of_mini_batches(
+async def test_the_learning_rate_changes_once_per_training_step(
     tiny_model: Path,
 ) -> None:
     """Two mini-batches and three passes are one step of the schedule. At rate 0 nothing moves."""

@@ -28,8 +28,8 @@ from rolemesh.config.base import merge
 from rolemesh.config.job import make_job
 from rolemesh.errors import CheckpointFailed, InvalidConfig
 from rolemesh.models.tiny import make_tiny_model
-from rolemesh.ranks.files import HostRows, copied
 from rolemesh.ranks.ranks import Ranks
+from rolemesh.ranks.sharded_files import HostRows, copied
 from rolemesh.services.actor.worker import ActorWorker
 from rolemesh.services.critic.worker import CriticWorker
 from rolemesh.training import checkpoint
@@ -121,7 +121,7 @@ async def test_a_schedule_ends_with_the_run_that_loads_the_role(
 
 
 @pytest.mark.parametrize("role", [ActorWorker, CriticWorker])
-async def test_a_role_that_begins_anew_is_as_it_was_before_its_first_update(
+async def test_a_role_begins_anew_as_before_its_first_update(
     tiny_model: Path, tmp_path: Path, role: Any
 ) -> None:
     worker, untouched = role(training_job(tiny_model, tmp_path)), role(training_job(tiny_model, tmp_path))
@@ -138,9 +138,10 @@ async def test_a_role_that_begins_anew_is_as_it_was_before_its_first_update(
 
 
 @pytest.mark.parametrize("role", [ActorWorker, CriticWorker])
-async def test_a_role_begins_anew_also_after_another_runs_checkpoint_without_updates(
+async def test_a_role_begins_anew_after_another_runs_checkpoint(
     tiny_model: Path, tmp_path: Path, role: Any
 ) -> None:
+    """The other run made no update before it saved."""
     other = make_tiny_model(tmp_path / "other", num_layers=1, seed=1)
     await saved(role(training_job(other, tmp_path)), tmp_path / "saved")
     worker, untouched = role(training_job(tiny_model, tmp_path)), role(training_job(tiny_model, tmp_path))
@@ -197,7 +198,7 @@ async def test_a_role_trains_on_while_its_checkpoint_is_written(
 
 
 @pytest.mark.parametrize("role", [ActorWorker, CriticWorker])
-async def test_offloaded_moments_are_off_the_device_between_updates_and_change_no_bit(
+async def test_offloaded_moments_leave_the_device_and_change_no_bit(
     tiny_model: Path, tmp_path: Path, role: Any
 ) -> None:
     """The role sleeps in between, too; and saves and loads what the other one does."""
@@ -248,7 +249,7 @@ async def test_an_actors_checkpoint_is_a_hugging_face_directory(any_model: Path,
     )
 
 
-async def test_generation_settings_that_transformers_would_not_save_are_saved(
+async def test_generation_settings_that_transformers_rejects_are_saved(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     """A temperature without do_sample, as many published models have."""
@@ -348,9 +349,10 @@ async def test_a_damaged_checkpoint_is_refused_and_nothing_changes(
 
 
 @pytest.mark.parametrize(("role", "name"), [(ActorWorker, "actor"), (CriticWorker, "critic")])
-async def test_a_checkpoint_of_another_dtype_is_refused_and_one_that_does_not_say_it_is_loaded(
+async def test_a_checkpoint_of_another_dtype_is_refused(
     tiny_model: Path, tmp_path: Path, role: Any, name: str
 ) -> None:
+    """One that names no dtype, as earlier versions wrote it, is loaded."""
     sections = training_job(tiny_model, tmp_path).model_dump(exclude_unset=True)
     first = role(make_job(sections))
     await first.update(sequence_batch(16))

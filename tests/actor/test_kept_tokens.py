@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
-from rolemesh.models.distribution import Wanted
+from rolemesh.models.distribution import WantedStatistics
 from rolemesh.models.sequence import token_stats
 from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
 from rolemesh.services.controller.stages.experience import join
@@ -45,7 +45,7 @@ def keeping(batch: DataProto, num_kept: int = 12) -> DataProto:
 @pytest.mark.parametrize(
     "sampling", [{"temperature": 0.7}, TRUNCATED, {"top_k": 5}, {"top_k": 400, "top_p": 0.6}]
 )
-async def test_old_and_reference_log_probs_are_those_that_the_engine_drew_with(
+async def test_old_and_ref_log_probs_match_the_engines_distribution(
     any_model: Path, sampling: dict[str, Any]
 ) -> None:
     job = actor_job(
@@ -76,7 +76,7 @@ async def test_old_and_reference_log_probs_are_those_that_the_engine_drew_with(
     assert torch.equal(reference["ref_log_probs"], old["old_log_probs"])
 
 
-def test_statistics_over_kept_tokens_are_those_of_a_vocabulary_whose_others_have_no_mass(
+def test_statistics_over_kept_tokens_give_the_others_no_mass(
     tiny_model: Path,
 ) -> None:
     """The same numbers as from a distribution in which every other token has no mass."""
@@ -97,11 +97,11 @@ def test_statistics_over_kept_tokens_are_those_of_a_vocabulary_whose_others_have
     assert_close(entropys[mask], torch.special.entr(softmax).sum(-1))
 
 
-def test_the_gradient_of_replayed_log_probs_is_that_of_finite_differences() -> None:
+def test_the_gradient_of_replay_matches_finite_differences() -> None:
     """Of a table of bigrams: inside a transformers model norms compute in float32, too coarse to differ."""
     batch = keeping(sequence_batch(4))
     mask, ids = batch["response_mask"], batch["input_ids"]
-    wanted = Wanted(temperature=0.7, entropy=True, entropy_gradient=True, sum_pi_squared=False)
+    wanted = WantedStatistics(temperature=0.7, entropy=True, entropy_gradient=True, sum_pi_squared=False)
 
     def replayed(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         return wanted.of(table[ids[:, 5:-1][mask]], ids[:, 6:][mask], batch["kept_ids"][mask].long())[:2]

@@ -27,7 +27,7 @@ from rolemesh.ranks.ranks import Ranks
 from rolemesh.roles import methods
 from rolemesh.rpc.calling.clients import ActorClient, ReferenceClient
 from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
-from rolemesh.weights.held import HeldWeights
+from rolemesh.weights.published import PublishedWeights
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ async def trained(job: JobConfig, num_batches: int = 1) -> ActorWorker:
 async def published(worker: ActorWorker, model: Path) -> Any:
     """The model of the job's directory with the weights that the actor gives to the rollouts."""
     source = await worker.publish_weights(1)
-    assert isinstance(source, HeldWeights)
+    assert isinstance(source, PublishedWeights)
     weights = await source.fetch()
     plain = load_causal_lm(lora_job(model).reference_model, "actor")
     assert list(weights) == list(named_weights(plain))
@@ -113,9 +113,10 @@ async def test_a_rows_numbers_do_not_depend_on_its_neighbours(tiny_model: Path) 
 # ------------------------------------------------------------------------------------- weights
 
 
-async def test_published_weights_are_the_base_models_plus_b_times_a_times_alpha_over_r(
+async def test_published_weights_add_the_scaled_adapter_to_the_base(
     tiny_model: Path,
 ) -> None:
+    """W + B A alpha / r for the target modules; the others are the base model's."""
     worker = await trained(lora_job(tiny_model, lora_alpha=6, target_modules=["q_proj", "down_proj"]))
     base = named_weights(load_causal_lm(worker.config, "actor"))
     state = worker.model.state_dict()
@@ -129,7 +130,7 @@ async def test_published_weights_are_the_base_models_plus_b_times_a_times_alpha_
             assert torch.equal(tensor, base[name])
 
 
-async def test_a_rollout_with_the_published_weights_has_the_actors_log_probs(any_model: Path) -> None:
+async def test_a_rollout_of_published_weights_has_the_actors_log_probs(any_model: Path) -> None:
     worker, batch = await trained(lora_job(any_model), 2), sequence_batch(16, seed=9)
     mine = (await worker.compute_log_probs(batch))["old_log_probs"]
     plain = ReferenceWorker(lora_job(any_model, lora_rank=0))
@@ -239,7 +240,7 @@ async def test_an_actor_starts_from_an_adapter_of_its_own_or_of_pefts(tiny_model
     assert_close(merged[name], base[name] + b @ a * 16 / 4**0.5, rtol=0, atol=1e-6)  # rank-stabilised: alpha/√r
 
 
-async def test_a_checkpoint_of_another_rank_is_refused_and_changes_nothing(
+async def test_a_checkpoint_of_another_rank_is_refused_without_changes(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     await saved(ActorWorker(lora_job(tiny_model, lora_rank=2)), tmp_path)
@@ -250,9 +251,7 @@ async def test_a_checkpoint_of_another_rank_is_refused_and_changes_nothing(
     assert same(everything(worker), before)
 
 
-async def test_a_checkpoint_goes_on_where_its_base_lies_elsewhere_and_not_on_another_base(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_an_adapter_resumes_on_a_moved_base_but_not_on_another(tiny_model: Path, tmp_path: Path) -> None:
     first = await trained(lora_job(tiny_model))
     await saved(first, tmp_path / "saved")
     moved, other = tmp_path / "moved", make_tiny_model(tmp_path / "other", "qwen2", num_layers=1, seed=1)
@@ -268,7 +267,7 @@ async def test_a_checkpoint_goes_on_where_its_base_lies_elsewhere_and_not_on_ano
 
 
 @pytest.mark.parametrize("change", [{"use_rslora": True}, {"alpha_pattern": {"q_proj": 32}}])
-async def test_a_checkpoint_of_an_adapter_that_counts_otherwise_is_refused(
+async def test_a_checkpoint_of_a_differently_scaled_adapter_is_refused(
     tiny_model: Path, tmp_path: Path, change: dict[str, Any]
 ) -> None:
     await saved(ActorWorker(lora_job(tiny_model)), tmp_path / "start")
@@ -293,7 +292,7 @@ def test_a_job_with_an_adapter_has_no_reference_of_its_own(tiny_model: Path) -> 
     assert "reference" in lora_job(tiny_model, lora_rank=0).roles
 
 
-async def test_the_reference_in_the_actor_equals_one_of_its_own_bit_for_bit(tiny_model: Path) -> None:
+async def test_the_actors_reference_equals_a_separate_one_bit_for_bit(tiny_model: Path) -> None:
     worker, batch = await trained(lora_job(tiny_model)), sequence_batch(16, seed=4)
     reference = ReferenceWorker(lora_job(tiny_model, lora_rank=0))
     expected = (await reference.compute_log_probs(batch))["ref_log_probs"]
@@ -306,7 +305,7 @@ async def test_the_reference_in_the_actor_equals_one_of_its_own_bit_for_bit(tiny
     assert not same(everything(worker), before)
 
 
-async def test_the_reference_in_the_actor_equals_one_of_its_own_over_grpc(tiny_model: Path) -> None:
+async def test_the_actors_reference_equals_a_separate_one_over_grpc(tiny_model: Path) -> None:
     with_adapter, without = lora_job(tiny_model), lora_job(tiny_model, lora_rank=0)
     batch = sequence_batch(16, seed=4)
     async with (

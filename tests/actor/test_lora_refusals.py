@@ -43,7 +43,7 @@ def test_a_target_that_is_no_matrix_of_the_model_is_refused(tiny_model: Path, ta
     assert "actor.model.target_modules" in str(error.value)
 
 
-def test_a_pattern_chooses_modules_and_a_head_of_its_own_may_be_one(tmp_path: Path) -> None:
+def test_target_modules_may_be_a_pattern_or_an_untied_head(tmp_path: Path) -> None:
     llama = make_tiny_model(tmp_path, "llama")
     pattern = ActorWorker(lora_job(llama, target_modules=r".*layers\.1\.self_attn\.[qk]_proj"))
     assert {name.partition(".lora_")[0] for name in pattern.optimizer.parameters} == {
@@ -61,7 +61,7 @@ def experts_in(directory: Path) -> Path:
     return tiny
 
 
-async def test_experts_in_one_tensor_have_no_adapter_and_their_models_matrices_may(
+async def test_fused_experts_have_no_adapter_but_other_matrices_may(
     tmp_path: Path,
 ) -> None:
     model = experts_in(tmp_path / "model")

@@ -74,7 +74,7 @@ def test_weights_are_of_the_policy_loss_alone() -> None:
         ("seq-mean-token-mean", (-2 + 4) / 2, (1 + 2) / 2),
     ],
 )
-def test_rejected_tokens_are_out_of_every_term_and_stay_in_its_denominator(
+def test_rejected_tokens_leave_each_term_but_not_its_denominator(
     mode: str, loss: float, entropy: float
 ) -> None:
     """A row's own mean is over the tokens that it keeps."""
@@ -88,7 +88,7 @@ def means(shares: dict[str, Any], *names: str) -> list[float]:
     return [(shares[name].total / shares[name].num_tokens).item() for name in names]
 
 
-def test_the_kl_and_the_clipped_share_are_means_over_the_tokens_of_the_loss() -> None:
+def test_ppo_kl_and_clip_fraction_average_the_tokens_of_the_loss() -> None:
     """Ratios 2, 1 and e^0.1; the first is clipped. Without rejection the means are of three tokens, with it of
     the two that are left."""
     apart = tensor([[math.log(2), 0.0, 9.0], [0.1, 9.0, 9.0]])
@@ -101,7 +101,7 @@ def test_the_kl_and_the_clipped_share_are_means_over_the_tokens_of_the_loss() ->
     assert [float(shares[name].num_tokens) for name in ("ppo_kl", "pg_clipfrac_lower")] == [2, 2]
 
 
-def test_with_bypass_the_means_are_over_what_the_policy_under_training_accepts() -> None:
+def test_with_bypass_means_are_over_tokens_the_policy_accepts() -> None:
     """Ratios 4, 1 and e^0.1, of which 4 is beyond 2."""
     apart = tensor([[math.log(4), 0.0, 9.0], [0.1, 9.0, 9.0]])
     rows = DataProto({"response_mask": MASK, "old_log_probs": OLD - apart, "advantages": ADVANTAGES.abs()})

@@ -35,7 +35,7 @@ def worker(role: str, model: Path, **keys: Any) -> Any:
 
 
 @pytest.mark.parametrize("role", TRAINED)
-async def test_without_a_gradient_weights_shrink_by_lr_times_weight_decay(role: str, tiny_model: Path) -> None:
+async def test_without_gradients_weights_shrink_by_lr_times_decay(role: str, tiny_model: Path) -> None:
     """AdamW (arXiv:1711.05101, algorithm 2, line 12): w ← w − lr·λ·w where both moments are 0."""
     trained = worker(role, tiny_model, optim={"lr": 0.1, "weight_decay": 0.5})
     batch = sequence_batch(16)

@@ -10,7 +10,7 @@ from torch import tensor
 
 from rolemesh.config.model import PolicyModelConfig
 from rolemesh.dataproto import DataProto
-from rolemesh.planner.devices import CUDA_NAMES, GPUS, peak_flops
+from rolemesh.planner.device_specs import CUDA_NAMES, GPUS, peak_flops
 from rolemesh.planner.shapes import ModelShape
 from rolemesh.training.usage import PEAK_BYTES, GpuUsage, update_flops
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from echoing import PLUGIN, make_talkative
 
-from rolemesh.catalog.loading import forget
+from rolemesh.catalog.plugin_imports import forget
 
 
 @pytest.fixture(autouse=True)

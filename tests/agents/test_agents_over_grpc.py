@@ -15,7 +15,7 @@ from launched import rolemesh, written
 from outcomes import outcome
 from serving import serve_process, served, train_over_grpc
 
-from rolemesh.catalog.loading import forget
+from rolemesh.catalog.plugin_imports import forget
 from rolemesh.config import JobConfig
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.services.controller.main import drive
@@ -41,7 +41,7 @@ async def unbroken(talkative_model: Path, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-async def test_conversations_over_grpc_equal_those_in_process_bit_for_bit(
+async def test_conversations_over_grpc_equal_in_process_bit_for_bit(
     unbroken: JobConfig, placement: str, talkative_model: Path, tmp_path: Path
 ) -> None:
     profiled = placement == "hybrid"  # every operation of a step is traced, which takes seconds
@@ -105,7 +105,7 @@ def killing(tmp_path: Path) -> Iterator[FatalEcho]:
     forget(str(fatal.file))
 
 
-async def test_a_controller_that_is_killed_in_a_conversation_goes_on_to_the_bits_of_the_unbroken_run(
+async def test_a_controller_killed_in_a_conversation_keeps_its_bits(
     killing: FatalEcho, talkative_model: Path, tmp_path: Path
 ) -> None:
     overrides = (*OVERRIDES, "trainer.save_freq=1", f"plugins=[{killing.written()}]")

@@ -13,8 +13,7 @@ import torch
 from echoing import TALKS
 from in_process import recorded, small_job, train, workers
 
-from rolemesh.agents.turns import written
-from rolemesh.catalog.loading import forget
+from rolemesh.catalog.plugin_imports import forget
 from rolemesh.config import load_job
 from rolemesh.config.model import ModelConfig
 from rolemesh.data.dataset import Agents, PromptDataset
@@ -23,9 +22,10 @@ from rolemesh.errors import InvalidConfig, RoleFailed
 from rolemesh.forwarding import Forwarding
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Environment
-from rolemesh.services.controller.conversations.conversing import Conversing
+from rolemesh.services.controller.conversations.conversation_rollout import ConversationRollout
 from rolemesh.services.controller.run.loop import Run
 from rolemesh.services.controller.stages.experience import collect, fan_out
+from rolemesh.token_mask import token_mask
 
 PAGES = {
     "ppo": ("trainer.test_freq=1",),
@@ -78,7 +78,7 @@ class Ending(Forwarding[Environment]):
         return await self._role.act(request)
 
 
-async def test_a_run_killed_in_the_middle_of_a_conversation_ends_where_an_unbroken_one_ends(
+async def test_a_run_killed_in_a_conversation_ends_as_an_unbroken_one(
     tmp_path: Path, talkative_model: Path
 ) -> None:
     overrides = (*TALKS, "trainer.save_freq=1", "trainer.total_training_steps=3")
@@ -106,22 +106,20 @@ def test_a_job_whose_rows_all_have_one_turn_is_told_so_at_start(
     assert ("the agent of every row is single_turn_agent, so no row has" in caplog.text) == warned
 
 
-async def test_an_advantage_of_a_token_that_was_not_sampled_changes_no_gradient(
-    tmp_path: Path, talkative_model: Path
-) -> None:
+async def test_advantages_of_unsampled_tokens_change_no_gradient(tmp_path: Path, talkative_model: Path) -> None:
     job = small_job(tmp_path, talkative_model, "talk", *TALKS)
     tokenizer = load_tokenizer(job.actor.model)
     data = PromptDataset(job.data.train_files, job.data, tokenizer, agents=Agents("echo"))
     rows = fan_out(data.batch(range(8)), 3, job.rollout.seed, 1)
     outcomes = []
     with workers(job) as roles:
-        talking = Conversing(roles.rollout, roles.environment, job, tokenizer)
+        talking = ConversationRollout(roles.rollout, roles.environment, job, tokenizer)
 
         async def with_log_probs(finished):  # type: ignore[no-untyped-def]
             return finished.union(await roles.actor.compute_log_probs(finished))
 
         batch = await collect(talking.generate(rows), rows, with_log_probs)
-    added = written(batch) & ~batch["response_mask"]
+    added = token_mask(batch) & ~batch["response_mask"]
     assert added.any()
     advantages = torch.randn(added.shape, generator=torch.Generator().manual_seed(0))
     for there in (advantages, torch.where(added, 1e3, advantages)):
@@ -152,7 +150,7 @@ class Talk:
 """
 
 
-async def test_epochs_are_counted_over_the_prompts_that_are_short_enough_with_their_tools(
+async def test_epochs_count_the_prompts_that_fit_with_their_tools(
     tmp_path: Path, talkative_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Ten prompts, of which six leave room for a tool's name: two epochs are 3 steps of four, and not 5."""

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from rolemesh.agents.call_formats import MAX_CALLS, MAX_DEPTH, Call, _tagged, checked, hermes, llama3_json
 from rolemesh.agents.messages import messages_of
 from rolemesh.catalog.call_formats import CALL_FORMATS
-from rolemesh.catalog.loading import forget
+from rolemesh.catalog.plugin_imports import forget
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.config.model import PolicyModelConfig
 from rolemesh.errors import InvalidBatch, InvalidConfig, RoleFailed
 from rolemesh.models.loading import load_tokenizer
-from rolemesh.services.controller.conversations.conversation import Speech
+from rolemesh.services.controller.conversations.conversation import ChatCodec
 
 ADD = '{"name": "add", "arguments": {"a": 1, "b": [2, "ü"]}}'
 ARGUMENTS = '{"a": 1, "b": [2, "ü"]}'
@@ -33,7 +33,7 @@ def tagged(*calls: str) -> str:
     return "".join(f"<tool_call>\n{call}\n</tool_call>\n" for call in calls)
 
 
-def test_hermes_calls_are_read_in_order_and_the_text_around_them_stays() -> None:
+def test_hermes_calls_keep_their_order_and_the_text_around_them() -> None:
     text = "I add. " + tagged(ADD, '{"name": "now"}') + "Then I wait."
     content, calls = hermes(text)
     assert calls == [Call("add", ARGUMENTS), Call("now", "{}")]
@@ -76,7 +76,7 @@ def test_arguments_that_are_quoted_are_the_object() -> None:
     assert hermes(tagged(quoted))[1] == [Call("add", ARGUMENTS)]
 
 
-def test_llama_calls_are_separated_by_semicolons_and_may_have_a_tag() -> None:
+def test_llama_calls_are_split_by_semicolons_and_may_have_a_tag() -> None:
     call = '{"name": "add", "parameters": {"a": 1}}'
     assert llama3_json(call) == ("", [Call("add", '{"a": 1}')])
     assert llama3_json(f"<|python_tag|>{call}; {call}")[1] == [Call("add", '{"a": 1}')] * 2
@@ -143,9 +143,7 @@ def test_a_thought_after_a_call_keeps_the_call() -> None:
 
 @pytest.mark.parametrize("begin", ["<think>so</think>", "so</think>"])  # by the turn, or by the prompt
 @pytest.mark.parametrize("after", ["</think>", " ends with the </think> tag.", "</think></think>"])
-def test_after_a_thought_a_tag_that_ends_one_is_text_and_keeps_the_calls_before_it(
-    begin: str, after: str
-) -> None:
+def test_a_second_end_of_thought_is_text_and_keeps_earlier_calls(begin: str, after: str) -> None:
     found = (f"{begin}{after}", [Call("add", ARGUMENTS)])
     assert hermes(f"{begin}<tool_call>{ADD}</tool_call>{after}") == found
     assert llama3_json(f"{begin}{LLAMA_ADD}{after}") == (f"{begin}{after.lstrip()}", found[1])
@@ -159,7 +157,8 @@ def test_after_a_thought_a_call_ends_only_at_its_closing_tag() -> None:
     assert second.malformed.startswith("not JSON: Invalid control character")
 
 
-def test_a_broken_call_with_a_thoughts_tag_in_a_text_is_malformed_and_keeps_the_call_before_it() -> None:
+def test_a_broken_call_with_a_thought_tag_keeps_earlier_calls() -> None:
+    """The tag stands in a string of the arguments, and the call is malformed."""
     broken = '{"name": "write", "arguments": {"text": "a</think>\nb"}}'
     content, [good, malformed] = hermes(tagged(ADD, broken))
     assert (content, good) == ("", Call("add", ARGUMENTS))
@@ -191,9 +190,7 @@ def test_a_tag_in_an_argument_is_text(said: str) -> None:
         ('{"deep": ' + "[" * 80 + "]" * 80 + "}", "nested deeper than 64 levels"),
     ],
 )
-def test_whatever_a_policy_writes_is_a_call_that_can_be_sent_or_a_malformed_one(
-    arguments: str, why: str
-) -> None:
+def test_every_call_can_be_sent_or_is_malformed(arguments: str, why: str) -> None:
     for read, key in ((hermes, "arguments"), (llama3_json, "parameters")):
         text = f'{{"name": "add", "{key}": {arguments}}}'
         [call] = checked(read(tagged(text) if read is hermes else text))[1]
@@ -203,7 +200,7 @@ def test_whatever_a_policy_writes_is_a_call_that_can_be_sent_or_a_malformed_one(
     assert "half of a surrogate pair" in checked(hermes(tagged(with_name)))[1][0].malformed
 
 
-def test_tags_are_paired_as_the_shortest_match_of_an_expression_pairs_them() -> None:
+def test_tags_pair_like_the_shortest_match_of_a_regex() -> None:
     pairs = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
     for number in range(1, 7):
         for pieces in itertools.product(("<tool_call>", "</tool_call>", "a\n", "<tool_"), repeat=number):
@@ -291,8 +288,8 @@ def test_whatever_is_written_is_read(text: str) -> None:
 # ----------------------------------------------------------------------------- with special tokens
 
 
-def speech_with(tiny_model: Path, **rollout: Any) -> tuple[Any, Speech]:
-    """A tokenizer with special tokens for thoughts and calls, and its speech."""
+def codec_with(tiny_model: Path, **rollout: Any) -> tuple[Any, ChatCodec]:
+    """A tokenizer with special tokens for thoughts and calls, and its codec."""
     multi_turn = {"enable": True}
     job = make_job(
         {"actor": {"model": {"path": str(tiny_model)}}, "rollout": {"multi_turn": multi_turn, **rollout}}
@@ -300,43 +297,43 @@ def speech_with(tiny_model: Path, **rollout: Any) -> tuple[Any, Speech]:
     tokenizer = load_tokenizer(job.actor.model)
     special = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
     tokenizer.add_special_tokens({"additional_special_tokens": special})
-    return tokenizer, Speech(job, tokenizer)
+    return tokenizer, ChatCodec(job, tokenizer)
 
 
 @pytest.mark.parametrize("end", ["", "<|im_end|>"])
 def test_a_turn_that_stops_at_a_special_tag_has_its_call(tiny_model: Path, end: str) -> None:
-    tokenizer, speech = speech_with(tiny_model, name="vllm", stop=["</tool_call>"])
+    tokenizer, codec = codec_with(tiny_model, name="vllm", stop=["</tool_call>"])
     ids = tokenizer(f"<tool_call>{ADD}</tool_call>{end}", add_special_tokens=False)["input_ids"]
-    [call] = speech.parse_turn(speech.text_of(ids), 1).tool_calls
+    [call] = codec.parse_turn(codec.text_of(ids), 1).tool_calls
     assert (call.name, call.arguments, call.malformed) == ("add", ARGUMENTS, "")
-    assert speech.is_whole(ids)
+    assert codec.is_whole(ids)
 
 
 @pytest.mark.parametrize("declared", ["<|endoftext|>", "<|im_end|>"])
 @pytest.mark.parametrize("said", ["It is 4.", f"<tool_call>{ADD}</tool_call>"])
-def test_the_special_token_with_which_the_template_ends_a_turn_is_not_in_the_turns_text(
+def test_the_special_token_that_ends_a_turn_is_not_in_its_text(
     tiny_model: Path, tmp_path: Path, declared: str, said: str
 ) -> None:
     """A base model whose EOS is another token stops there by rollout.stop."""
     base = load_tokenizer(PolicyModelConfig(path=str(tiny_model)))
     base.eos_token = declared
     base.save_pretrained(tmp_path)
-    tokenizer, speech = speech_with(tmp_path, name="vllm", stop=["<|im_end|>"])
+    tokenizer, codec = codec_with(tmp_path, name="vllm", stop=["<|im_end|>"])
     ids = tokenizer(f"{said}<|im_end|>", add_special_tokens=False)["input_ids"]
-    assert (speech.text_of(ids), speech.is_whole(ids), speech.end_of(ids)) == (said, True, "<|im_end|>")
+    assert (codec.text_of(ids), codec.is_whole(ids), codec.end_of(ids)) == (said, True, "<|im_end|>")
     answer = [{"role": "tool", "content": "42"}]
-    added = tokenizer.decode(speech.ids_after(answer, speech.end_of(ids)))
+    added = tokenizer.decode(codec.ids_after(answer, codec.end_of(ids)))
     assert added == "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
-    assert not speech.is_whole(ids[:-1])
+    assert not codec.is_whole(ids[:-1])
 
 
 @pytest.mark.parametrize("cut", ["<think>so</think>", "<think>", f"<tool_call>{ADD}</tool_call>"])
 def test_a_turn_cut_after_a_special_token_keeps_its_text(tiny_model: Path, cut: str) -> None:
-    tokenizer, speech = speech_with(tiny_model)
+    tokenizer, codec = codec_with(tiny_model)
     ids = tokenizer(cut, add_special_tokens=False)["input_ids"]
-    assert (speech.text_of(ids), speech.is_whole(ids)) == (cut, False)
+    assert (codec.text_of(ids), codec.is_whole(ids)) == (cut, False)
     ended = [*ids, tokenizer.eos_token_id]
-    assert (speech.text_of(ended), speech.is_whole(ended)) == (cut, True)
+    assert (codec.text_of(ended), codec.is_whole(ended)) == (cut, True)
 
 
 # ------------------------------------------------------------------------------------ of your own
@@ -359,10 +356,10 @@ def job_with(plugin: str, model: Path, format: str = "slashes") -> JobConfig:
     )
 
 
-def test_a_format_of_ones_own_reads_turns_and_counts_for_a_resumed_run(slashes: str, tiny_model: Path) -> None:
+def test_a_plugin_format_reads_turns_and_counts_for_a_resume(slashes: str, tiny_model: Path) -> None:
     job = job_with(slashes, tiny_model)
     tokenizer = load_tokenizer(job.actor.model)
-    heard = Speech(job, tokenizer).parse_turn("I ask.\n/search a cat\n/now x", 3)
+    heard = ChatCodec(job, tokenizer).parse_turn("I ask.\n/search a cat\n/now x", 3)
     assert heard.content == "I ask."
     assert [(call.id, call.name, json.loads(call.arguments)) for call in heard.tool_calls] == [
         ("call-3-0", "search", {"text": "a cat"}),
@@ -395,4 +392,4 @@ def test_a_format_that_returns_something_else_is_named(
     Path(slashes).write_text(code[: code.index("    calls =")] + f"    return {returned}\n")
     job = job_with(slashes, tiny_model)
     with pytest.raises(RoleFailed, match=rf"call format slashes of {slashes} raised {said}"):
-        Speech(job, load_tokenizer(job.actor.model)).parse_turn("AB", 1)
+        ChatCodec(job, load_tokenizer(job.actor.model)).parse_turn("AB", 1)

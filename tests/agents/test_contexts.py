@@ -11,7 +11,7 @@ import torch
 from echoing import TALKS
 from in_process import small_job, workers
 from seen import Seen
-from test_conversing import talked
+from test_conversation_rollout import talked
 from test_template import FORGETFUL
 from transformers import AutoTokenizer
 from weighed import environment as program_environment
@@ -75,9 +75,10 @@ def sampled(answer: DataProto) -> list[int]:
     return ids
 
 
-async def test_a_condensed_conversation_is_what_was_fed_and_sampled_and_the_actor_agrees(
+async def test_a_condensed_conversation_keeps_what_was_fed_and_sampled(
     tmp_path: Path, talkative_model: Path
 ) -> None:
+    """The actor's log-probs of it agree with the engine's."""
     with roles_of(tmp_path / "a", talkative_model) as (job, roles):
         seen = Seen(roles.rollout)
         batch = await talked(job, seen, roles.environment)
@@ -105,7 +106,7 @@ async def test_each_context_has_a_random_stream_of_its_own(tmp_path: Path, talka
     assert len(set(seeds)) == len(seeds)  # here each turn has another context
 
 
-async def test_the_policy_sees_the_rendered_conversation_if_the_template_drops_thoughts(
+async def test_the_policy_sees_the_rendered_text_without_old_thoughts(
     tmp_path: Path, talkative_model: Path
 ) -> None:
     model = weighing_model(talkative_model, tmp_path / "model")
@@ -137,7 +138,7 @@ async def test_the_policy_sees_the_rendered_conversation_if_the_template_drops_t
     assert (actors[mask] - batch["rollout_log_probs"][mask]).abs().max() < 1e-5
 
 
-async def test_a_program_may_ask_twice_and_go_on_with_one_of_the_answers(
+async def test_a_program_may_ask_twice_and_continue_from_one_answer(
     tmp_path: Path, talkative_model: Path
 ) -> None:
     model = weighing_model(talkative_model, tmp_path / "model")

@@ -75,7 +75,7 @@ def assert_equal(a: DataProto, b: DataProto) -> None:
         assert torch.equal(a[name], b[name]), name
 
 
-async def test_a_programs_row_is_that_of_the_same_conversation_with_tool_agent(
+async def test_a_program_and_tool_agent_make_equal_rows(
     folder: Path, model: Path, rollout: RolloutWorker, by_tool_agent: DataProto
 ) -> None:
     assert {int(row.max()) for row in by_tool_agent["turns"]} >= {1, 3}
@@ -180,9 +180,10 @@ async def test_a_replica_that_is_killed_in_the_middle_changes_no_bit(
     assert killing.attempts == {1, 2}
 
 
-async def test_a_turn_of_at_most_five_tokens_is_the_beginning_of_the_turn_without_that_limit(
+async def test_a_limited_turn_is_a_prefix_of_the_unlimited_one(
     folder: Path, model: Path, rollout: RolloutWorker
 ) -> None:
+    """The program asks for at most five tokens a turn."""
     seen, job = Seen(rollout), weighing_job(folder, model, "brief")
     batch = await rows_of(job, seen)
     template = Template(tokenizer := load_tokenizer(job.actor.model))

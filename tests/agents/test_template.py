@@ -96,9 +96,7 @@ def test_a_turn_that_the_policy_ended_is_not_ended_twice() -> None:
         (LLAMA_2, "", " </s><s>[INST] 42 [/INST]"),
     ],
 )
-def test_what_the_policy_wrote_at_its_turns_end_is_not_written_twice(
-    template: str, end: str, added: str
-) -> None:
+def test_a_turn_end_written_by_the_policy_is_not_written_twice(template: str, end: str, added: str) -> None:
     tokenizer = tokenizer_with(template)
     appending, answer = Template(tokenizer), [{"role": "tool", "content": "42"}]
     assert text(tokenizer, appending.after_turn(answer, end)) == added
@@ -118,7 +116,7 @@ def test_variables_of_the_template_are_in_what_is_appended() -> None:
 
 
 @pytest.mark.parametrize("template", [CHATML, FORGETFUL])
-def test_turn_by_turn_the_ids_are_those_of_the_whole_conversation(template: str) -> None:
+def test_ids_turn_by_turn_equal_the_whole_conversations(template: str) -> None:
     tokenizer = tokenizer_with(template)
     end = tokenizer.convert_tokens_to_ids(END)
     turns = ["I ask. ", "Straße", ""]
@@ -142,7 +140,7 @@ def test_turn_by_turn_the_ids_are_those_of_the_whole_conversation(template: str)
     [(LLAMA_2, "</s>"), (LLAMA_2, ""), (CHATML.replace("<|im_start|>", "="), END), (CHATML, "")],
 )
 @pytest.mark.parametrize("role", ["tool", "user"])
-def test_with_a_sentence_piece_tokenizer_the_ids_are_those_of_the_whole_conversation(
+def test_sentence_piece_ids_equal_the_whole_conversations(
     template: str, end: str, role: str, scheme: str
 ) -> None:
     tokenizer = sentence_piece(template, scheme)
@@ -162,9 +160,8 @@ def test_with_a_sentence_piece_tokenizer_the_ids_are_those_of_the_whole_conversa
 
 @pytest.mark.parametrize("scheme", ["first", "always", "never"])
 @pytest.mark.parametrize("template", [FORGETFUL.replace("<|im_start|>", "="), LLAMA_2])
-def test_with_a_sentence_piece_tokenizer_what_is_written_anew_or_said_first_has_the_ids_of_the_whole(
-    template: str, scheme: str
-) -> None:
+def test_sentence_piece_rewrites_have_the_ids_of_the_whole(template: str, scheme: str) -> None:
+    """So has what an environment says before the first turn."""
     tokenizer = sentence_piece(template, scheme)
     template_, asked = Template(tokenizer), {"role": "user", "content": "1+1"}
     first = {"role": "user", "content": "sure?"}
@@ -180,7 +177,7 @@ def test_with_a_sentence_piece_tokenizer_what_is_written_anew_or_said_first_has_
         assert anew == (True, ids([asked, thought, first]))
 
 
-def test_an_environment_that_speaks_first_comes_between_the_prompt_and_the_policy() -> None:
+def test_an_environment_may_speak_between_prompt_and_policy() -> None:
     tokenizer = tokenizer_with(CHATML)
     said = [{"role": "user", "content": "My number has one digit."}]
     prompt = [{"role": "user", "content": "Guess."}]
@@ -189,7 +186,8 @@ def test_an_environment_that_speaks_first_comes_between_the_prompt_and_the_polic
     assert begun + text(tokenizer, Template(tokenizer).after_prompt(said)) == whole
 
 
-def test_a_template_that_drops_thoughts_is_refused_unless_ids_are_to_stay() -> None:
+def test_a_template_that_drops_thoughts_is_refused_by_default() -> None:
+    """template_rewrites keep accepts it."""
     template = Template(tokenizer_with(FORGETFUL))
     with pytest.raises(InvalidConfig, match=r"with a user's message it rewrites an earlier turn.*<think>"):
         template.check()
@@ -197,7 +195,8 @@ def test_a_template_that_drops_thoughts_is_refused_unless_ids_are_to_stay() -> N
     Template(tokenizer_with(CHATML)).check()
 
 
-def test_a_template_that_trims_turns_is_refused_unless_ids_are_to_stay() -> None:
+def test_a_template_that_trims_turns_is_refused_by_default() -> None:
+    """template_rewrites keep and split accept it."""
     template = Template(tokenizer_with(TRIMMING))
     with pytest.raises(
         InvalidConfig,
@@ -211,9 +210,7 @@ def test_a_template_that_trims_turns_is_refused_unless_ids_are_to_stay() -> None
 
 @pytest.mark.parametrize("template", [CHATML, FORGETFUL, THOUGHTLESS, TRIMMING])
 @pytest.mark.parametrize("answer", [{"role": "user", "content": "sure?"}, {"role": "tool", "content": "4"}])
-def test_split_shows_what_the_template_makes_of_the_whole_conversation(
-    template: str, answer: dict[str, Any]
-) -> None:
+def test_split_shows_what_the_template_makes_of_the_conversation(template: str, answer: dict[str, Any]) -> None:
     tokenizer = tokenizer_with(template)
     splitting, asked = Template(tokenizer), {"role": "user", "content": "1+1"}
     splitting.check("split")
@@ -245,6 +242,7 @@ def test_split_shows_what_the_template_makes_of_the_whole_conversation(
         ),
     ],
 )
-def test_a_template_that_cannot_be_continued_is_refused_with_the_reason(template: str, why: str) -> None:
+def test_a_template_that_cannot_be_continued_is_refused(template: str, why: str) -> None:
+    """The message names the reason."""
     with pytest.raises(InvalidConfig, match=f"the chat template of '.*' {why}"):
         Template(tokenizer_with(template)).check()

@@ -67,7 +67,7 @@ def test_gae_of_a_response_of_one_token() -> None:
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.97, 0.95), (0.0, 0.5)])
 @pytest.mark.parametrize("shape", [(1, 1), (5, 37)])
-def test_gae_and_the_return_to_go_have_the_bits_of_their_recurrences(
+def test_gae_and_return_to_go_equal_their_recurrences_bitwise(
     shape: tuple[int, int], gamma: float, lam: float
 ) -> None:
     torch.manual_seed(0)

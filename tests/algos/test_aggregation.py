@@ -28,7 +28,7 @@ def test_each_mode_gives_the_number_worked_by_hand(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", EXPECTED)
-def test_shares_of_micro_batches_add_up_to_the_loss_of_the_mini_batch(mode: str) -> None:
+def test_micro_batch_shares_add_up_to_the_mini_batch_loss(mode: str) -> None:
     whole = Aggregation.of(BatchCounts.of(MASK), mode)
     for cuts in ([1, 2], [2, 1], [1, 1, 1]):
         shares = [whole(a, b) for a, b in zip(LOSSES.split(cuts), MASK.split(cuts), strict=True)]
@@ -79,7 +79,7 @@ def test_masked_cells_count_in_no_sum_and_no_mean() -> None:
     assert masked_mean(LOSSES, torch.zeros_like(MASK)).item() == 0
 
 
-def test_whitening_gives_unmasked_cells_mean_0_and_variance_1_and_moves_masked_ones_alike() -> None:
+def test_whitening_gives_unmasked_cells_mean_0_and_variance_1() -> None:
     """Unmasked 1, 2, 3: mean 2, variance (1 + 0 + 1)/2 = 1. The masked cell is moved alike, not zeroed."""
     values = tensor([[1.0, 2.0], [3.0, 10.0]])
     mask = tensor([[True, True], [True, False]])

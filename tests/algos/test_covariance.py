@@ -25,7 +25,7 @@ def config(**settings: Any) -> ActorConfig:
     return ActorConfig(policy_loss=PolicyLossConfig(**settings))
 
 
-def test_a_tokens_covariance_is_the_product_of_both_distances_from_the_mean() -> None:
+def test_token_covariance_is_the_product_of_deviations() -> None:
     expected = tensor([[2.0, 0.0, 2.0], [0.0, -math.inf, -math.inf]], dtype=torch.float64)
     assert_close(token_covariances(LOG_PROBS, ADVANTAGES, MASK), expected)
 

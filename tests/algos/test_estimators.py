@@ -24,7 +24,7 @@ from rolemesh.graph import record
 from rolemesh.graph.recording import RESPONSE_TOKENS
 from rolemesh.roles import Roles
 from rolemesh.services.controller.pages.choice import record_step
-from rolemesh.services.controller.stages.advantages import compute_advantages
+from rolemesh.services.controller.stages.advantage_estimation import compute_advantages
 
 B, T = 12, 7
 COMPARING = [name for name, estimator in ESTIMATORS.items() if estimator.compares]
@@ -72,7 +72,7 @@ def computed(name: str, columns: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return batch["advantages"], batch["returns"]
 
 
-def test_each_estimator_has_a_page_and_only_those_by_a_group_compare() -> None:
+def test_each_estimator_has_a_page_and_only_group_ones_compare() -> None:
     assert {estimator.default_page for estimator in ESTIMATORS.values()} == {"ppo", "grpo", "remax"}
     assert all("uid" in ESTIMATORS[name].reads for name in COMPARING)
     for name, estimator in ESTIMATORS.items():
@@ -98,7 +98,7 @@ def test_advantages_and_returns_are_a_number_for_each_token(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_the_order_of_rows_and_the_names_of_prompts_are_of_no_matter(name: str) -> None:
+def test_row_order_and_prompt_names_do_not_matter(name: str) -> None:
     columns = some_columns()
     order = torch.randperm(B, generator=torch.Generator().manual_seed(1))
     other = {key: value[order.numpy() if key == "uid" else order] for key, value in columns.items()}
@@ -137,7 +137,8 @@ def test_observations_change_no_advantage_of_a_sampled_token(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_a_row_without_a_sampled_token_has_no_advantage_and_spoils_none(name: str) -> None:
+def test_a_row_without_sampled_tokens_has_no_advantage(name: str) -> None:
+    """And it changes no other row's."""
     columns = some_columns()
     columns["response_mask"][3] = False
     columns["token_level_rewards"][3] = 0
@@ -204,7 +205,7 @@ async def test_a_column_that_nothing_wrote_is_an_error_at_start(name: str, missi
         await record(page, job, "page")
 
 
-def test_the_baseline_reads_the_weights_of_a_rollout_correction_where_there_are_some() -> None:
+def test_the_baseline_uses_rollout_correction_weights_if_any() -> None:
     sections = job_sections("optimal_token_baseline")
     sections["algorithm"]["rollout_correction"] = {"rollout_is": "token"}
     edges = record_step(make_job(sections)).edges
@@ -318,7 +319,7 @@ def test_gdpo_and_an_environment_that_rewards_contradict(key: str) -> None:
         make_job(sections)
 
 
-def test_the_adapted_weight_of_the_kl_cannot_reach_zero_in_a_step() -> None:
+def test_the_adaptive_kl_coefficient_cannot_reach_zero_in_a_step() -> None:
     """250 prompts with 2 answers: by 0.2·500/horizon at most."""
 
     def adapted(horizon: int) -> JobConfig:
@@ -344,9 +345,8 @@ def test_the_adapted_weight_of_the_kl_cannot_reach_zero_in_a_step() -> None:
 
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"temperature": 0}, {"top_k": 1}])
 @pytest.mark.parametrize("name", [*COMPARING, "remax", "reinforce_plus_plus_baseline"])
-def test_where_all_answers_to_a_prompt_are_the_same_nothing_can_be_compared(
-    name: str, sampling: dict[str, Any]
-) -> None:
+def test_sampling_with_identical_answers_is_refused_for_groups(name: str, sampling: dict[str, Any]) -> None:
+    """Where all answers to a prompt are the same, an estimator by groups has nothing to compare."""
     sections = job_sections(name)
     sections["rollout"] |= sampling
     key = next(iter(sampling))
@@ -356,7 +356,7 @@ def test_where_all_answers_to_a_prompt_are_the_same_nothing_can_be_compared(
         make_job(sections)
 
 
-def test_greedy_answers_may_be_compared_with_those_to_other_prompts() -> None:
+def test_greedy_answers_may_be_compared_across_prompts() -> None:
     for name in ("gae", "reinforce_plus_plus"):
         make_job(job_sections(name) | {"rollout": {"n": 1, "do_sample": False}})
 

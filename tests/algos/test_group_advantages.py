@@ -168,7 +168,7 @@ THOUGHTS = tensor([[1, 1, 0], [0, 1, 1], [1, 0, 1], [1, 1, 1]]).bool()
 ENTROPYS = tensor([[0.1, 0.3, 9.0], [9.0, 0.8, 1.2], [0.5, 9.0, 0.5], [0.5, 0.5, 0.5]])
 
 
-def test_egpo_adds_the_entropy_of_thoughts_as_far_as_the_advantage_allows() -> None:
+def test_egpo_adds_entropy_bounded_by_the_advantage() -> None:
     """A = ∓√½, so the bonus is at most √½/2. H is 0.2, mean of 0.1 and 0.3, and 1, mean of 0.8 and 1.2, which
     is held at √½/2. The other group has A = 0, and nothing may be added."""
     advantages, _ = compute_egpo(
@@ -244,13 +244,13 @@ def test_reinforce_plus_plus_baseline_is_whitened_over_tokens() -> None:
     assert_close(advantages, tensor([[-1.5, 0.0, 0.0], [0.5, 0.5, 0.5]]))
 
 
-def test_reinforce_plus_plus_baseline_takes_off_the_mean_of_the_own_group() -> None:
+def test_reinforce_plus_plus_baseline_subtracts_the_group_mean() -> None:
     """r − μ is −1, 1, −5, 5: mean 0, variance (1 + 1 + 25 + 25)/3."""
     advantages, _ = compute_reinforce_plus_plus_baseline(*outcomes(1, 3, 10, 20), ["a", "a", "b", "b"])
     assert_close(advantages[:, 0], tensor([-1.0, 1.0, -5.0, 5.0]) * math.sqrt(3 / 52))
 
 
-def test_reinforce_plus_plus_is_the_discounted_return_to_go_whitened_over_tokens() -> None:
+def test_reinforce_plus_plus_whitens_discounted_returns_to_go() -> None:
     """Returns 1, 2, 4 and 2: mean 2.25, variance (1.5625 + 0.0625 + 3.0625 + 0.0625)/3 = 4.75/3."""
     mask = tensor([[1, 1, 1], [1, 0, 0]]).bool()
     advantages, returns = compute_reinforce_plus_plus(
@@ -303,7 +303,7 @@ EARNED = tensor([[0.0, 1.0, 2.0], [0.5, 0.0, 0.0]])
 LENGTHS = tensor([[True, True, True], [True, True, False]])
 
 
-def test_the_optimal_token_baseline_weighs_returns_by_what_was_uncertain_so_far() -> None:
+def test_optimal_token_baseline_weighs_by_uncertainty_so_far() -> None:
     """W = ½, 1 and 0.08, 0.58; G = 3, 3, 2 and ½, 0. The third token stands alone and keeps its return."""
     advantages, returns = compute_optimal_token_baseline(EARNED, LENGTHS, ["a", "a"], LOG_PROBS, SQUARES)
     first, second = (0.5 * 3 + 0.08 * 0.5) / 0.58, 1 * 3 / 1.58
@@ -311,7 +311,7 @@ def test_the_optimal_token_baseline_weighs_returns_by_what_was_uncertain_so_far(
     assert_close(advantages, tensor([[3 - first, 3 - second, 2.0], [0.5 - first, -second, 0.0]]))
 
 
-def test_the_optimal_token_baseline_hears_no_response_that_has_ended() -> None:
+def test_optimal_token_baseline_ignores_ended_responses() -> None:
     """A third response of w = ½: at the third token W = 1.5 and 1.5, G = 2 and 1 of first and third; the second
     has ended, and its W of 0.58 would make the baseline (3 + 1.5)/(3 + 0.58)."""
     third = tensor([[0.0, 0.0, 1.0]])
@@ -330,7 +330,7 @@ def test_the_optimal_token_baseline_of_one_is_its_return() -> None:
     assert torch.equal(advantages, returns)
 
 
-def test_the_optimal_token_baseline_follows_the_weights_of_the_loss() -> None:
+def test_optimal_token_baseline_follows_the_loss_weights() -> None:
     """The first row's first token counts 2: w = ½·2² = 2, so W = 2, 2.5 beside 0.08, 0.58."""
     weights = tensor([[2.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
     advantages, _ = compute_optimal_token_baseline(
@@ -361,7 +361,7 @@ def test_a_group_of_one_keeps_its_reward(by_std: bool) -> None:
     assert_close(compute_gpg(REWARDS, MASK, uid)[0], kept)
 
 
-def test_reinforce_plus_plus_baseline_of_groups_of_one_compares_with_the_batch() -> None:
+def test_reinforce_plus_plus_baseline_of_lone_rows_is_the_batchs() -> None:
     """1, 3, 5, 7: mean 4, variance (9 + 1 + 1 + 9)/3 = 20/3."""
     advantages, _ = compute_reinforce_plus_plus_baseline(*outcomes(1, 3, 5, 7), ["a", "b", "c", "d"])
     assert_close(advantages[:, 0], tensor([-3.0, -1.0, 1.0, 3.0]) * math.sqrt(3 / 20))

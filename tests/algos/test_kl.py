@@ -47,7 +47,7 @@ def test_each_estimators_gradient_is_the_one_worked_by_hand(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_with_a_plus_the_value_stays_and_the_gradient_is_that_of_k2(name: str) -> None:
+def test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2(name: str) -> None:
     log_probs = LOG_PROBS.clone().requires_grad_()
     kl = kl_penalty(log_probs, REF_LOG_PROBS, name + "+")
     kl.sum().backward()
@@ -68,7 +68,7 @@ def test_each_gradient_by_finite_differences(name: str) -> None:
     assert_close(gradient, (above - below) / (2 * step), rtol=1e-8, atol=1e-8)
 
 
-def test_k3_beyond_its_clamps_has_no_gradient_and_with_a_plus_that_of_k2() -> None:
+def test_k3_beyond_its_clamps_has_a_gradient_only_with_a_plus() -> None:
     """d = −3 has e³ − 4, above 10; d = −25 is beyond 20 too."""
     for name, expected in (("k3", [0.0, 0.0]), ("k3+", [-3.0, -25.0])):
         log_probs = tensor([[-4.0, -30.0]], requires_grad=True)
@@ -79,7 +79,7 @@ def test_k3_beyond_its_clamps_has_no_gradient_and_with_a_plus_that_of_k2() -> No
 
 
 @pytest.mark.parametrize("name", ["k3", "k3+"])
-def test_the_gradient_of_k3_is_finite_where_its_exponential_is_not(name: str) -> None:
+def test_k3_gradient_is_finite_where_its_exponential_overflows(name: str) -> None:
     """e^100 is no float32, and infinity times the 0 of the outer clamp would be no number."""
     log_probs = tensor([[-100.0]], requires_grad=True)
     (gradient,) = torch.autograd.grad(kl_penalty(log_probs, tensor([[0.0]]), name).sum(), log_probs)

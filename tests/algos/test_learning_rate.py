@@ -26,18 +26,18 @@ def test_a_constant_rate_is_the_same_to_the_bit_and_knows_no_end() -> None:
     assert {learning_rate(step, config, None) for step in (0, 1, 10**9)} == {3e-7}
 
 
-def test_a_warm_up_rises_linearly_from_0_and_ends_at_the_full_rate() -> None:
+def test_warmup_rises_linearly_from_0_to_the_full_rate() -> None:
     assert rates(None, 6, lr_warmup_steps=4) == [0.0, 0.5, 1.0, 1.5, 2.0, 2.0]
 
 
-def test_a_warm_up_of_a_share_is_rounded_down_and_a_number_of_steps_wins() -> None:
+def test_a_warmup_ratio_rounds_down_and_a_step_count_wins() -> None:
     assert rates(7, 4, lr_warmup_steps_ratio=0.4) == [0.0, 1.0, 2.0, 2.0]  # 2.8 steps of 7
     for none in (0, -1):
         assert rates(7, 3, lr_warmup_steps=none, lr_warmup_steps_ratio=0.4) == [0.0, 1.0, 2.0]
     assert rates(7, 3, lr_warmup_steps=1, lr_warmup_steps_ratio=0.4) == [0.0, 2.0, 2.0]
 
 
-def test_linear_falls_to_its_least_at_the_last_step_and_stays_there() -> None:
+def test_linear_decay_ends_at_its_minimum_and_stays_there() -> None:
     assert rates(4, 6, lr_scheduler_type="linear") == pytest.approx([2.0, 1.5, 1.0, 0.5, 0.0, 0.0])
     falling = rates(6, 8, lr_scheduler_type="linear", lr_warmup_steps=2, min_lr_ratio=0.5)
     assert falling == pytest.approx([0.0, 1.0, 2.0, 1.75, 1.5, 1.25, 1.0, 1.0])

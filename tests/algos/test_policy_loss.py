@@ -91,7 +91,7 @@ def test_gpg_is_the_log_probability_times_the_advantage() -> None:
     assert_close(case.gradient, of(-2.0, 3.0))
 
 
-def test_gspo_has_the_value_of_the_rows_ratio_and_the_gradient_of_the_tokens() -> None:
+def test_gspo_has_sequence_ratio_values_and_token_gradients() -> None:
     """Ratios 4 and 1: s = 2. With A = 1 held at 1.3; with A = -1 free, and no dual clip. Ratios 1.21 and 1:
     s = 1.1, and each token's gradient is -A·s, not a half of it. What is masked is not in the mean."""
     new = [[0.4, 0.1, 0.9], [0.4, 0.1, 0.9], [0.121, 0.1, 0.9]]
@@ -117,7 +117,7 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
     assert_close(result.shares["pg_clipfrac"], of(1.0, 1.0, 0.0))
 
 
-def test_cispo_with_a_clip_ratio_low_of_10_clips_nothing_from_below() -> None:
+def test_cispo_with_clip_ratio_low_10_clips_nothing_from_below() -> None:
     config = ActorConfig(
         clip_ratio_low=10, clip_ratio_high=0.3, policy_loss=PolicyLossConfig(loss_mode="cispo")
     )
@@ -136,7 +136,7 @@ def test_sapos_gate_is_four_over_tau_times_a_sigmoid() -> None:
     assert_close(case.gradient, of(-1.0, 1.0, -2 * slope_up, 2 * 2 * slope_down))
 
 
-def test_clip_cov_takes_the_chosen_tokens_out_and_has_no_dual_clip() -> None:
+def test_clip_cov_drops_chosen_tokens_and_has_no_dual_clip() -> None:
     case = Case([[0.1, 0.4, 0.15, 0.1]], [[0.1, 0.1, 0.1, 0.1]], [[2.0, -2.0, 1.0, 5.0]])
     result = case(clip_cov_policy_loss, chosen=tensor([[False, False, False, True]]))
     assert_close(result.losses, of(-2.0, 8.0, -1.3, 0.0))
@@ -157,7 +157,7 @@ def test_sapo_and_geo_mean_have_an_aggregation_of_their_own() -> None:
     assert own == {"sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-mean"}
 
 
-def test_geo_mean_clips_each_log_ratio_and_weighs_the_row_by_the_mean() -> None:
+def test_geo_mean_clips_log_ratios_and_weighs_rows_by_their_mean() -> None:
     """log ρ (0.5, -0.1) with A = 1: 0.5 is held at 0.3, mean 0.1. (0.5, -0.5) with A = -2: -0.5 is held at
     -0.2, mean 0.15. The third row has no token."""
     log_ratio = [[0.5, -0.1, 3.0], [0.5, -0.5, 3.0], [0.5, 0.5, 3.0]]
@@ -180,7 +180,7 @@ def test_geo_mean_clips_each_log_ratio_and_weighs_the_row_by_the_mean() -> None:
     )
 
 
-def test_a_geo_mean_token_that_is_held_counts_by_the_sign_of_its_advantage() -> None:
+def test_a_clipped_geo_mean_token_counts_by_its_advantage_sign() -> None:
     """log ρ = 0.5 on each; where A = 0 it counts on neither side."""
     case = Case([[0.1 * math.exp(0.5)] * 3], [[0.1] * 3], [[0.5, 0.0, -0.5]])
     shares = case(geo_mean_policy_loss).shares
@@ -193,7 +193,7 @@ def case_losses(case: Case, loss: Callable[..., TokenLosses]) -> Tensor:
     return loss(case.log_probs, case.old_log_probs, case.advantages, case.mask, **options).losses
 
 
-def test_the_weight_of_a_geo_mean_row_is_the_geometric_mean_of_its_tokens() -> None:
+def test_a_geo_mean_rows_weight_is_its_tokens_geometric_mean() -> None:
     weights, mask = tensor([[4.0, 1.0, 9.0], [2.0, 0.5, 9.0]]), tensor([[True, True, False]] * 2)
     losses = torch.ones(2, 3)
     assert [name for name, loss in POLICY_LOSSES.items() if loss.row_weights] == ["geo_mean"]
@@ -218,7 +218,7 @@ def test_dppo_tv_masks_what_has_moved_too_far_the_advantages_way() -> None:
     assert_close(result.shares["pg_clipfrac_lower"], of(0.0, 0.0, 0.0, 0.0, 1.0))
 
 
-def test_dppo_tv_allows_the_bound_itself_and_a_small_move_either_way() -> None:
+def test_dppo_tv_allows_its_bound_and_small_moves_either_way() -> None:
     """Moves of +½ and −½ where ½ is allowed; then −0.05 with A < 0 where 0.1 is; then +0.3 with A = 0, to which
     the lower bound alone applies."""
     edge = Case([[1.0, 0.5]], [[0.5, 1.0]], [[1.0, -1.0]])
@@ -241,7 +241,7 @@ def test_dppo_kl_masks_no_move_up_without_an_advantage() -> None:
     assert_close(still(dppo_kl_policy_loss, ActorConfig(clip_ratio=0.01)).shares["pg_clipfrac"], of(0.0))
 
 
-def test_dppo_kl_masks_by_the_divergence_of_this_token_or_another() -> None:
+def test_dppo_kl_masks_by_the_divergence_of_a_token_or_the_rest() -> None:
     """From 0.5 to 0.6, and to 0.4, it is ½ ln(0.25/0.24) = 0.0204; to 0.55 it is ½ ln(0.25/0.2475) = 0.0050."""
     new, advantages = [[0.6, 0.6, 0.4, 0.4, 0.55]], [[1.0, -1.0, 1.0, -1.0, 1.0]]
     for allowed, kept in ((0.0203, [0, 1, 1, 0, 1]), (0.0205, [1, 1, 1, 1, 1]), (0.0049, [0, 1, 1, 0, 0])):
@@ -276,7 +276,7 @@ def test_bypass_with_ppo_clip_is_vanilla_against_the_engine() -> None:
         ("sequence", 10.0, (3.0, 3.0, 3.0)),
     ],
 )
-def test_bypass_with_reinforce_weighs_by_a_factor_without_gradient(
+def test_bypass_with_reinforce_weighs_by_a_detached_factor(
     rollout_is: Any, threshold: Any, weights: tuple[float, ...]
 ) -> None:
     """Ratios 1.5, 4 and 0.5."""

@@ -56,7 +56,7 @@ def test_rewards_say_which_answer_the_policy_prefers() -> None:
     }
 
 
-def test_the_gradient_pushes_the_answers_apart_and_touches_nothing_else() -> None:
+def test_the_dpo_gradient_pushes_only_the_two_answers_apart() -> None:
     """Of eq. 7: -β·σ(-margin) at each token of the chosen answer, the opposite at each of the rejected one."""
     log_probs = LOG_PROBS.clone().requires_grad_()
     dpo_loss(log_probs, REF, CONTEXTS, MASK, dpo_beta=BETA).losses[:, 0].sum().backward()

@@ -18,7 +18,7 @@ VALUES = [0.0, 1.0, 0.5, 0.5, -1.0]
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
-def test_the_best_of_k_is_the_mean_over_all_draws_with_replacement(k: int) -> None:
+def test_best_of_k_is_the_mean_over_draws_with_replacement(k: int) -> None:
     values = tensor([VALUES], dtype=torch.float64)
     assert expected_best(values, k).item() == pytest.approx(
         fmean(max(drawn) for drawn in product(VALUES, repeat=k))
@@ -26,7 +26,7 @@ def test_the_best_of_k_is_the_mean_over_all_draws_with_replacement(k: int) -> No
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
-def test_pass_at_k_is_the_mean_over_all_choices_without_replacement(k: int) -> None:
+def test_pass_at_k_is_the_mean_over_draws_without_replacement(k: int) -> None:
     values = tensor([VALUES], dtype=torch.float64)
     assert pass_at(values, k).item() == pytest.approx(fmean(max(chosen) for chosen in combinations(VALUES, k)))
 
@@ -77,7 +77,7 @@ def answered(pred: bool) -> DataProto:
     )
 
 
-def test_validation_of_several_answers_reports_mean_best_and_pass_by_name() -> None:
+def test_repeated_validation_reports_mean_best_and_pass_by_name() -> None:
     """One of three right: the best of 2 is 1 − (2/3)², of 3 1 − (2/3)³; of two without replacement 2 of 3 pairs
     hold it. Below n all is val-aux."""
     metrics = validation_metrics(answered(pred=False), 3)
@@ -98,7 +98,7 @@ def test_validation_of_several_answers_reports_mean_best_and_pass_by_name() -> N
     assert metrics["val-aux/y/reward/best@2/mean"] == 2
 
 
-def test_the_majority_is_reported_if_every_answer_of_a_source_has_pred() -> None:
+def test_majority_needs_pred_in_every_answer_of_a_source() -> None:
     batch = answered(pred=True)
     metrics = validation_metrics(batch, 3)
     assert metrics["val-core/y/acc/maj@3/mean"] == 1

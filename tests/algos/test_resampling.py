@@ -14,7 +14,7 @@ from rolemesh.errors import InvalidConfig
 from rolemesh.graph import Edge
 from rolemesh.services.controller.pages.choice import record_step
 from rolemesh.services.controller.stages.experience import fan_out
-from rolemesh.services.controller.stages.resampling import resample
+from rolemesh.services.controller.stages.pf_ppo import resample
 
 SCORES = torch.tensor([1.0, -2.0, 0.0, 3.0, -2.0])
 
@@ -96,7 +96,7 @@ def test_rows_keep_their_columns_and_their_number() -> None:
     assert metrics == {"actor/share_of_rows_drawn": len(set(rows["uid"])) / 5}
 
 
-def test_rows_whose_rewards_by_turn_have_one_sum_are_equally_good() -> None:
+def test_rows_of_equal_turn_reward_sums_are_equally_good() -> None:
     """In float32 0.1 + 0.1 + 0.6 and 0.6 + 0.1 + 0.1 are two numbers. The second row is the worst."""
     rewards = [[0.1, 0.1, 0.6], [0.0, 0.1, 0.6], [0.1, 0.6, 0.1], [0.6, 0.1, 0.1]]
     by_turn = DataProto.from_dict(

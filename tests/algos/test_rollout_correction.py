@@ -29,7 +29,7 @@ def test_a_tokens_weight_is_old_over_rollout_probability() -> None:
     assert_close(bounded(weights, None, 2.0), tensor([[0.5, 2.0, 2.0], [0.2, 0.0, 0.0]]))
 
 
-def test_a_sequences_weight_is_the_product_and_stands_on_each_of_its_tokens() -> None:
+def test_a_sequence_weight_is_the_product_and_is_on_every_token() -> None:
     weights = importance_weights(OLD, ROLLOUT, MASK, level="sequence")
     assert_close(weights, tensor([[6.0, 6.0, 6.0], [0.2, 0.0, 0.0]]))
     assert_close(bounded(weights, None, 5.0), tensor([[5.0, 5.0, 5.0], [0.2, 0.0, 0.0]]))
@@ -57,7 +57,7 @@ def test_no_gradient_flows_through_the_weights(level: str) -> None:
     assert not importance_weights(old, ROLLOUT, MASK, level=level).requires_grad  # type: ignore[arg-type]
 
 
-def test_kl_perplexities_and_chi2_between_engine_and_trainer_are_those_worked_by_hand() -> None:
+def test_kl_perplexities_and_chi2_are_those_worked_by_hand() -> None:
     """Ratios 1/2, 3, 4, 1/5: their product is 6/5; k3 is Σ(ratio − 1) − ln(6/5) = 3.7 − ln(6/5). χ² is of their
     squares, and of 6² and 1/25 for rows. The trainer's probabilities are 0.1, 0.6, 0.8 and 0.1; the engine's
     0.2, 0.2, 0.2 and 0.5."""
@@ -124,14 +124,14 @@ def test_between_equal_policies_there_is_no_mismatch() -> None:
     assert spread(importance_weights(OLD, OLD, MASK, level="token"), MASK) == equal
 
 
-def test_the_effective_sample_size_is_the_square_of_the_sum_over_the_sum_of_squares() -> None:
+def test_effective_sample_size_is_squared_sum_over_square_sum() -> None:
     """Of 1, 3, 1, 3: mean 2, deviation 1, effective sample size 8²/(4·20)."""
     assert spread(tensor([[1.0, 3.0, 1.0], [3.0, 9.0, 9.0]]), MASK) == pytest.approx(
         {"mean": 2.0, "min": 1.0, "max": 3.0, "std": 1.0, "eff_sample_size": 0.8}
     )
 
 
-def test_one_weight_that_is_all_makes_an_effective_sample_of_one_token() -> None:
+def test_a_single_dominant_weight_has_effective_sample_size_one() -> None:
     assert spread(tensor([[1e9, 0.0, 0.0], [0.0, 0.0, 0.0]]), MASK)["eff_sample_size"] == pytest.approx(1 / 4)
     assert spread(torch.zeros(2, 3), MASK)["eff_sample_size"] == 0  # IcePop may leave nothing
 
@@ -147,7 +147,7 @@ def reported(stem: str, **keys: Any) -> dict[str, float]:
     return {name.removeprefix(stem): value for name, value in metrics.items() if name.startswith(stem)}
 
 
-def test_metrics_of_weights_are_of_the_losss_weights_and_raw_ones_have_names_of_their_own() -> None:
+def test_loss_weights_are_reported_and_raw_ones_named_apart() -> None:
     """Cut at 2: 1/2, 2, 2, 1/5; mean 4.7/4, mean square 8.29/4."""
     cut = reported("rollout_is", rollout_is="token")
     assert {name: cut[name] for name in ("mean", "min", "max")} == pytest.approx(
@@ -166,7 +166,7 @@ def test_without_weights_in_the_loss_only_raw_ones_are_reported() -> None:
     assert set(reported("rollout_is")) == {f"raw_{name}" for name in raw}
 
 
-def test_greatest_and_least_weight_of_a_response_are_reported_uncut() -> None:
+def test_extreme_weights_of_a_response_are_reported_unclipped() -> None:
     """6 on three tokens and 1/5 on one, cut at 2: mean (2 + 2 + 2 + 1/5)/4."""
     cut = reported("rollout_is", rollout_is="sequence")
     assert cut["mean"] == pytest.approx(6.2 / 4)
@@ -188,9 +188,8 @@ def test_icepop_reports_the_share_of_tokens_beyond_its_bounds() -> None:
 
 
 @pytest.mark.parametrize(("level", "mean"), [("token", (0.5 + 2 + 2 + 0.2) / 4), ("sequence", (2 + 0.2) / 2)])
-def test_weights_are_divided_by_the_mean_over_sampled_tokens_and_reported_undivided(
-    level: str, mean: float
-) -> None:
+def test_weights_are_normalised_by_their_mean_and_reported_raw(level: str, mean: float) -> None:
+    """The mean is over sampled tokens."""
     keys: dict[str, Any] = {"rollout_is": level}
     as_it_is = correct(OLD, ROLLOUT, MASK, RolloutCorrectionConfig(**keys))
     over_mean = correct(OLD, ROLLOUT, MASK, RolloutCorrectionConfig(**keys, rollout_is_batch_normalize=True))
@@ -201,7 +200,7 @@ def test_weights_are_divided_by_the_mean_over_sampled_tokens_and_reported_undivi
     assert over_mean.metrics == as_it_is.metrics
 
 
-def test_a_responses_weight_is_found_whichever_of_its_tokens_are_masked() -> None:
+def test_a_sequence_weight_is_found_whichever_tokens_are_masked() -> None:
     """Weights 6 and 1/5; the first token of one row and the last of the other are not the policy's."""
     mask = tensor([[False, True, True], [True, True, False], [False, False, False]])
     weights = torch.where(mask, tensor([[6.0], [0.2], [9.0]]), 0)
@@ -239,9 +238,7 @@ def test_weights_that_are_all_0_are_not_divided() -> None:
         ("seq_max_k2", (3 * 0.5 * math.log(4) ** 2 + 0.5 * math.log(5) ** 2) / 4),
     ],
 )
-def test_each_criterion_reports_the_mean_of_its_statistic_over_sampled_tokens(
-    criterion: str, mean: float
-) -> None:
+def test_each_criterion_reports_its_mean_over_sampled_tokens(criterion: str, mean: float) -> None:
     metrics = reported("rollout_rs", rollout_rs=f"{criterion},token_k3", rollout_rs_threshold=2.0)
     assert metrics[f"{criterion}_mean"] == pytest.approx(mean)
     assert metrics["token_k3_mean"] == pytest.approx((3.7 - math.log(1.2)) / 4)

@@ -11,7 +11,7 @@ from rolemesh.algos.aggregation import Aggregation, BatchCounts
 from rolemesh.algos.value_loss import clipped_value_loss
 
 
-def test_the_value_loss_is_half_the_larger_squared_error_of_value_and_clipped_value() -> None:
+def test_value_loss_is_half_the_larger_clipped_squared_error() -> None:
     """Returns 1: free (0.1, 0.5, −2) has errors² 0.81, 0.25, 9; held within ±0.2 of the old 0, (0.1, 0.2, −0.2)
     has 0.81, 0.64, 1.44."""
     values, mask = tensor([[0.1, 0.5, -2.0, 9.0]]), tensor([[True, True, True, False]])

@@ -21,7 +21,7 @@ from rolemesh.models.loading import load_tokenizer
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_model_calls_well_formed_and_as_often_as_the_setting_says(tmp_path: Path) -> None:
+def test_the_model_makes_as_many_valid_calls_as_configured(tmp_path: Path) -> None:
     workload.write_model(tmp_path / "model")
     tokenizer = load_tokenizer(ModelConfig(path=str(tmp_path / "model")))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)

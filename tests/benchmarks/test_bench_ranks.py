@@ -15,7 +15,7 @@ from rolemesh.models.tiny import make_tiny_model
 from rolemesh.ranks.ranks import Ranks
 
 
-def test_the_seconds_of_an_update_are_divided_by_what_its_slowest_rank_did() -> None:
+def test_update_seconds_are_split_by_the_slowest_ranks_work() -> None:
     """Rank 1 computes 6 s and waits 1 s in collectives; rank 0 computes 4 s and waits for rank 1 as well."""
     figures = [{"learn": 7.0, "collectives": 3.0, "cpu": 4.0}, {"learn": 7.0, "collectives": 1.0, "cpu": 6.0}]
     parts = parts_of(figures, 0.5, 0.75)

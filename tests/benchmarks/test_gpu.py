@@ -40,7 +40,7 @@ def test_parts_that_need_no_gpu_pass_on_a_cpu(tmp_path: Path, monkeypatch: pytes
     assert off["float32"]["gradient, 30 chunks"] < off["autocast"]["gradient, 30 chunks"] / 2
 
 
-def test_an_update_counts_as_many_operations_as_its_products_have(tmp_path: Path) -> None:
+def test_update_flops_are_those_of_its_products(tmp_path: Path) -> None:
     """Worked by hand: two layers of q, o [128, 128], k, v [64, 128] and three of the MLP [352, 128]; the head
     [512, 128]; 6 for each weight and token, and for causal attention 6 · 128 for each of 64 places."""
     figures = speed.update("cpu", tmp_path)

@@ -16,26 +16,26 @@ from rolemesh.catalog.catalog import BUILT_IN, Catalog, Declaration, load
 from rolemesh.catalog.datasets import DATASETS, DatasetSpec
 from rolemesh.catalog.engines import ENGINES, EngineSpec
 from rolemesh.catalog.estimators import ESTIMATORS, EstimatorSpec
-from rolemesh.catalog.loading import NAMED
 from rolemesh.catalog.pages import PAGES, PageSpec
+from rolemesh.catalog.plugin_imports import NAMED
 from rolemesh.catalog.policy_losses import POLICY_LOSSES, PolicyLossSpec
 from rolemesh.catalog.reward_managers import REWARD_MANAGERS, RewardManagerSpec
-from rolemesh.catalog.roles import ROLES, RoleSpec
+from rolemesh.catalog.role_specs import ROLES, RoleSpec
+from rolemesh.checks.device_memory import least_memory
 from rolemesh.config.base import Config, merge
 from rolemesh.config.job import make_job
 from rolemesh.config.yaml_file import check_written, parse_yaml
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig
 from rolemesh.planner.cost import role_seconds
-from rolemesh.planner.devices import GPUS
+from rolemesh.planner.device_specs import GPUS
 from rolemesh.planner.memory import role_memory, role_shapes
 from rolemesh.planner.plan import Cluster, Planner
-from rolemesh.planner.refusal import least_memory
 from rolemesh.roles import Method, methods
 from rolemesh.rpc.calling.clients import RoleClient
 from rolemesh.services.controller.main import new_client
 from rolemesh.services.controller.pages.choice import record_step
-from rolemesh.services.controller.stages.advantages import compute_advantages
+from rolemesh.services.controller.stages.advantage_estimation import compute_advantages
 from rolemesh.services.processes.serve import group_server, load_group
 from rolemesh.services.reward.servicer import RewardServicer
 from rolemesh.services.reward.worker import RewardWorker
@@ -52,7 +52,7 @@ HERE = __name__
     [each for catalog in (*NAMED.values(), ROLES) for each in catalog.values()],
     ids=lambda each: f"{type(each).__name__}-{each.name}",
 )
-def test_every_declaration_names_code_that_is_there_and_says_what_it_is(declaration: Declaration) -> None:
+def test_every_declaration_names_existing_code_and_its_meaning(declaration: Declaration) -> None:
     assert callable(declaration.load())
     assert declaration.meaning
     assert declaration.origin == BUILT_IN
@@ -113,7 +113,7 @@ def test_an_estimator_is_added_in_one_place() -> None:
         make_job({"algorithm": {"adv_estimator": "signed"}})
 
 
-def test_an_estimator_that_reads_values_has_a_critic_and_its_page() -> None:
+def test_an_estimator_reading_values_has_a_critic_and_its_page() -> None:
     own = EstimatorSpec(name="td", code=compute_signed, reads=("values", "response_mask"))
     with ESTIMATORS.adding(own):
         job = make_job({"algorithm": {"adv_estimator": "td"}})
@@ -266,7 +266,7 @@ NOT_IN_FILES = (
 
 
 @pytest.mark.parametrize("key", OPTIONS)
-def test_an_option_that_does_not_come_back_from_a_job_file_is_refused_with_its_name(key: str) -> None:
+def test_an_option_a_job_file_cannot_hold_is_refused_by_name(key: str) -> None:
     """Each process of a job reads its options from a job file, and a checkpoint keeps them as JSON."""
     catalog, name, like = OPTIONS[key]
 
@@ -298,7 +298,7 @@ class Renamed(Config):
     share: float = Field(alias="part")
 
 
-def test_an_option_that_is_refused_is_named_also_if_the_first_error_is_about_another_key() -> None:
+def test_a_refused_option_is_named_even_after_another_keys_error() -> None:
     """Here that is `part`, which no value has."""
     with pytest.raises(ValueError, match=r"^share is 0\.5, .* refused \(Extra inputs are not permitted\)"):
         check_written({"share": 0.5}, lambda written: Renamed.model_validate(written).model_dump())
@@ -363,7 +363,12 @@ async def test_a_role_is_added_in_one_place(tiny_model: Path) -> None:
                 worker.close()
     assert "judge" not in make_job({}).roles
 
-    on_a_device = dataclasses.replace(judge, on_device=lambda job: True, scores=True, pass_rows=lambda job: 4)
+    on_a_device = dataclasses.replace(
+        judge,
+        on_device=lambda job: True,
+        scores=True,
+        pass_rows_key="reward.reward_model.micro_batch_size_per_gpu",
+    )
     with ROLES.adding(on_a_device):
         job = make_job(sections).with_dtypes("cpu")
         shapes = role_shapes(job)

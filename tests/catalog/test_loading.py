@@ -15,12 +15,12 @@ import pytest
 from in_process import recorded, small_job, train
 
 from rolemesh.catalog.estimators import ESTIMATORS
-from rolemesh.catalog.loading import NAMED, load_plugins, used_plugins
+from rolemesh.catalog.plugin_imports import NAMED, load_plugins, used_plugins
 from rolemesh.config import load_job
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.errors import InvalidConfig
 from rolemesh.plugins import estimator
-from rolemesh.services.controller.run.kept_settings import settings_to_keep
+from rolemesh.services.controller.run.resume_compat import settings_to_keep
 
 # The scores of a group less their median. It imports no torch, which would take each process seconds.
 SOURCE = """
@@ -77,7 +77,7 @@ def test_a_job_file_and_the_command_line_name_plug_ins(file: Path, tmp_path: Pat
     assert load_job(written, [f"plugins={file}"]).plugins == [str(file)]
 
 
-def test_the_error_of_an_unknown_name_says_where_each_known_one_comes_from(file: Path) -> None:
+def test_an_unknown_names_error_says_where_known_ones_come_from(file: Path) -> None:
     with pytest.raises(InvalidConfig) as raised:
         make_job({"plugins": [str(file)], "algorithm": {"adv_estimator": "centered"}})
     assert f"egpo; of {file}: centred; did you mean 'centred'?" in str(raised.value)
@@ -117,7 +117,7 @@ def test_a_plug_in_that_cannot_be_used_says_why_and_where(file: Path, source: st
         job_of(file)
 
 
-def test_a_file_that_is_not_there_and_a_module_that_cannot_be_found_are_named(tmp_path: Path) -> None:
+def test_a_missing_file_and_a_missing_module_are_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match=rf"job: plugins: no such file: {tmp_path}/absent\.py"):
         job_of(tmp_path / "absent.py")
     with pytest.raises(InvalidConfig, match=r"the module no_such_package\.parts could not be imported: Module"):
@@ -126,9 +126,7 @@ def test_a_file_that_is_not_there_and_a_module_that_cannot_be_found_are_named(tm
         make_job({"plugins": {"a": 1}})
 
 
-def test_a_file_that_has_changed_is_imported_again_and_one_that_has_not_is_not(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_file_that_has_changed_is_imported_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     written = file.stat()
     job_of(file)
@@ -150,14 +148,15 @@ def test_two_files_cannot_declare_one_name(file: Path, tmp_path: Path) -> None:
         job_of(file, other)
 
 
-def test_the_digest_of_a_plug_in_is_a_setting_that_a_resume_keeps(file: Path) -> None:
+def test_a_resume_keeps_the_digest_of_a_plugin(file: Path) -> None:
     first = settings_to_keep(job_of(file), 8)["digest of plug-in my_parts.py"]
     assert settings_to_keep(job_of(file), 8)["digest of plug-in my_parts.py"] == first
     file.write_text(SOURCE + "# changed\n")
     assert settings_to_keep(job_of(file), 8)["digest of plug-in my_parts.py"] != first
 
 
-def test_a_part_that_other_processes_would_not_import_is_refused_before_they_start() -> None:
+def test_a_part_that_other_processes_would_not_import_is_refused() -> None:
+    """Before those processes start."""
     estimator("here", reads=("token_level_rewards", "response_mask"))(lambda rewards, mask: (rewards, rewards))
     job = make_job({"algorithm": {"adv_estimator": "here"}})
     with pytest.raises(InvalidConfig, match=r"'here' is declared by .*test_loading\.py.*set plugins to \["):
@@ -189,7 +188,7 @@ async def test_a_run_whose_plug_in_has_changed_is_another_run(
 
 ASK = """
 import json, sys
-from rolemesh.catalog.loading import used_plugins
+from rolemesh.catalog.plugin_imports import used_plugins
 from rolemesh.config.job import make_job
 job = make_job(json.loads(sys.argv[1]))
 print(json.dumps({"origin": job.estimator.origin, "used": used_plugins(job.plugins, job.parts)}))
@@ -207,7 +206,7 @@ def asked(path: Path, sections: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def test_a_module_is_found_by_its_name_and_its_package_is_its_digest(tmp_path: Path) -> None:
+def test_a_module_is_found_by_name_and_its_package_is_its_digest(tmp_path: Path) -> None:
     package = tmp_path / "parts_of_mine"
     package.mkdir()
     (package / "__init__.py").write_text(SOURCE)
@@ -220,7 +219,7 @@ def test_a_module_is_found_by_its_name_and_its_package_is_its_digest(tmp_path: P
     assert first["used"] != second["used"]
 
 
-def test_text_that_moves_between_the_files_of_a_package_counts_and_so_does_a_name(tmp_path: Path) -> None:
+def test_text_moved_between_package_files_changes_the_digest(tmp_path: Path) -> None:
     """The same text in the same order, of three sources that do not mean the same."""
     package = tmp_path / "parts_of_mine"
     package.mkdir()
@@ -257,7 +256,7 @@ def test_no_plug_in_no_cost() -> None:
     assert [plugin for plugin in load_plugins(()) if plugin.name != "shop-of-parts"] == []
 
 
-def test_a_file_that_changes_while_a_run_goes_on_changes_neither_its_parts_nor_its_settings(file: Path) -> None:
+def test_a_file_changed_during_a_run_changes_no_part_or_setting(file: Path) -> None:
     """The settings to keep are written with every checkpoint."""
     job = job_of(file)
     before, code = settings_to_keep(job, 8), ESTIMATORS["centred"].code

@@ -15,10 +15,10 @@ from in_process import small_job, train
 from serving import served
 
 from rolemesh.catalog.catalog import BUILT_IN, Declaration
-from rolemesh.catalog.loading import NAMED, forget
+from rolemesh.catalog.plugin_imports import NAMED, forget
 from rolemesh.config.base import merge
 from rolemesh.config.job import make_job
-from rolemesh.data.source import load_rows
+from rolemesh.data.row_source import load_rows
 from rolemesh.errors import InvalidBatch, InvalidConfig, RewardFailed, RoleFailed, RolemeshError
 from rolemesh.services.actor.objective import check_policy_loss
 from rolemesh.services.controller.main import new_client
@@ -72,9 +72,10 @@ def load_training_rows(job: Any) -> None:
          load_training_rows, "data set f", 4),
     ],
 )  # fmt: skip
-def test_an_error_of_a_part_names_kind_name_origin_and_line_and_its_traceback_is_logged(
+def test_an_error_of_a_part_names_the_part_its_origin_and_line(
     write: Write, caplog: pytest.LogCaptureFixture, code: str, sections: Any, use: Any, part: str, line: int
 ) -> None:
+    """The traceback is logged."""
     file = write(code)
     with pytest.raises(RoleFailed) as raised:
         use(make_job({"plugins": [file], **sections}))
@@ -140,9 +141,7 @@ def f(job, worker):
 """
 
 
-async def test_an_error_of_an_engines_method_reaches_the_client_with_the_engines_name(
-    write: Write, tiny_model: Path
-) -> None:
+async def test_an_error_of_an_engine_method_reaches_the_client_by_name(write: Write, tiny_model: Path) -> None:
     file = write(ENGINE)
     job = make_job(merge(rollout_job(tiny_model, name="hf").model_dump(), {"plugins": [file]}))
     job = make_job(merge(job.model_dump(), {"rollout": {"name": "f"}}))
@@ -174,9 +173,7 @@ async def test_an_error_of_an_engines_method_reaches_the_client_with_the_engines
         ('@dataset("f")\ndef f(files): pass', r"\(files, config, split\)"),
     ],
 )  # fmt: skip
-def test_a_function_that_takes_other_arguments_is_refused_when_its_file_is_imported(
-    write: Write, code: str, said: str
-) -> None:
+def test_a_function_with_other_arguments_is_refused_at_import(write: Write, code: str, said: str) -> None:
     with pytest.raises(InvalidConfig, match=said):
         make_job({"plugins": [write(code)]})
 
@@ -195,7 +192,7 @@ def test_rolemeshs_own_parts_take_what_is_asked_of_a_plug_ins(part: Declaration)
     inspect.signature(part.load()).bind(*positional, **dict.fromkeys(keywords))
 
 
-async def test_a_loss_that_returns_no_token_losses_is_refused_when_the_actor_loads(
+async def test_a_loss_without_token_losses_is_refused_at_actor_load(
     write: Write, tiny_model: Path, tmp_path: Path
 ) -> None:
     file = write('@policy_loss("f")\ndef f(new, old, advantages, mask): return -advantages * new')
@@ -217,7 +214,7 @@ def test_a_loss_is_tried_with_what_the_job_adds_to_it(write: Write) -> None:
     check_policy_loss(make_job({"plugins": [write(code)], "actor": actor, "algorithm": correction}), CPU)
 
 
-def test_an_engine_that_lacks_methods_is_refused_and_they_are_named(write: Write, tiny_model: Path) -> None:
+def test_the_refusal_of_an_engine_names_the_methods_it_lacks(write: Write, tiny_model: Path) -> None:
     code = (
         "class Own:\n    version, vocabulary, weights = 0, 259, {}\n"
         "    def generate(self, prompts, sampling): ...\n    async def watch(self): ...\n"

@@ -13,7 +13,7 @@ import torch
 from rolemesh.algos.aggregation import BatchCounts
 from rolemesh.catalog.catalog import BUILT_IN
 from rolemesh.catalog.estimators import ESTIMATORS
-from rolemesh.catalog.loading import NAMED, forget, load_plugins
+from rolemesh.catalog.plugin_imports import NAMED, forget, load_plugins
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, InvalidData, RolemeshError
@@ -54,7 +54,7 @@ def own(rewards, mask, *, scale):
 """
 
 
-def test_an_estimator_gets_its_columns_and_its_options_with_their_defaults(write: Write) -> None:
+def test_an_estimator_gets_its_columns_and_its_default_options(write: Write) -> None:
     file = write(ESTIMATOR)
     assert job_of(file, algorithm={"adv_estimator": "own"}).algorithm.options == {"scale": 2.0}
     job = job_of(file, algorithm={"adv_estimator": "own", "options": {"scale": 3}})
@@ -80,7 +80,7 @@ def test_a_wrong_name_or_option_is_refused_with_what_is_known(
         job_of(write(ESTIMATOR), algorithm=algorithm)
 
 
-def test_a_file_that_changed_is_imported_again_and_one_that_fails_is_tried_again(write: Write) -> None:
+def test_a_changed_file_is_imported_again_and_a_bad_one_retried(write: Write) -> None:
     job_of(write(ESTIMATOR))
     with pytest.raises(InvalidConfig, match=r"mine\.py could not be imported: ZeroDivisionError"):
         job_of(write(f"{ESTIMATOR}\n1 / 0"))
@@ -152,7 +152,7 @@ async def f(prompts, roles, step):
 """
 
 
-def test_the_page_that_an_estimator_brings_gets_the_defaults_of_its_options(write: Write) -> None:
+def test_an_estimators_own_page_gets_its_default_options(write: Write) -> None:
     file = write(PAGE)
     job = job_of(file, algorithm={"adv_estimator": "own"})
     assert (job.page.name, job.page_options) == ("own_page", {"times": 1})
@@ -161,7 +161,8 @@ def test_the_page_that_an_estimator_brings_gets_the_defaults_of_its_options(writ
     assert job_of(file, algorithm=named).page_options == {"times": 2}
 
 
-def test_the_page_that_an_estimator_brings_is_named_where_an_option_has_no_default(write: Write) -> None:
+def test_an_estimators_own_page_is_named_if_it_lacks_a_default(write: Write) -> None:
+    """One of its options has no default."""
     file = write(PAGE.replace("times: int = 1", "times: int"))
     with pytest.raises(InvalidConfig, match="page own_page has options without defaults"):
         job_of(file, algorithm={"adv_estimator": "own"})
@@ -182,7 +183,7 @@ def test_the_page_that_an_estimator_brings_is_named_where_an_option_has_no_defau
          "reads column 'token_level_reward', which the batch does not have"),
     ],
 )  # fmt: skip
-def test_a_step_that_cannot_work_is_refused_before_any_model_loads(
+def test_a_step_that_cannot_work_is_refused_before_a_model_loads(
     write: Write, code: str, algorithm: dict[str, Any], said: str
 ) -> None:
     job = job_of(write(code), algorithm=algorithm)
@@ -209,9 +210,7 @@ TAKE = "    await roles.rollout.update_weights(weights)\n"
         ("    actor_metrics = {}\n", False),  # nothing is learnt
     ],
 )
-def test_a_page_that_ends_while_the_rollouts_have_older_weights_is_refused(
-    write: Write, training: str, lags: bool
-) -> None:
+def test_a_page_that_leaves_rollouts_older_weights_is_refused(write: Write, training: str, lags: bool) -> None:
     code = Path(grpo.__file__).read_text().replace("from __future__ import annotations\n", "")
     assert UPDATE + SYNC in code
     own = code.replace("async def grpo_step", '@page("f")\nasync def f').replace(UPDATE + SYNC, training)
@@ -229,9 +228,7 @@ def test_a_page_without_scores_refuses_a_kl_in_the_rewards(page: str) -> None:
 
 
 @pytest.mark.parametrize("loss_type", ["ppo_clip", "reinforce"])
-def test_a_page_with_losses_of_its_own_trains_with_these_also_with_bypass_mode(
-    write: Write, loss_type: str
-) -> None:
+def test_a_page_with_its_own_losses_keeps_them_in_bypass_mode(write: Write, loss_type: str) -> None:
     """A recipe with bypass_mode may lie over any job."""
     code = (
         '@policy_loss("mine", reads=())\ndef mine(log_probs, response_mask): return TokenLosses(-log_probs)\n'
@@ -258,16 +255,16 @@ def test_a_policy_loss_that_returns_no_token_losses_is_named(write: Write, retur
 
 
 def test_a_data_set_without_rows_is_refused_by_name(write: Write) -> None:
-    from rolemesh.data.source import load_rows
+    from rolemesh.data.row_source import load_rows
 
     job = job_of(write('@dataset("f")\ndef f(files, config, split): return []'), data={"dataset": "f"})
     with pytest.raises(InvalidData, match="data set f returned no rows for split 'val'"):
         load_rows([], job.data, "val")
 
 
-def test_a_table_that_has_a_where_of_its_own_is_no_source_of_rows(write: Write) -> None:
+def test_a_table_with_its_own_where_is_no_source_of_rows(write: Write) -> None:
     """As a DataFrame of pandas, whose `[0]` is a column."""
-    from rolemesh.data.source import load_rows
+    from rolemesh.data.row_source import load_rows
 
     code = (
         "class Frame(dict):\n    def where(self, condition): ...\n"
@@ -292,9 +289,7 @@ def test_rolemeshs_own_parts_are_of_rolemesh() -> None:
         ("(on, 0.0)", r"should return returns as float32 .*; it returned float"),
     ],
 )
-def test_the_result_of_an_estimator_is_checked_against_the_contract(
-    tmp_path: Path, returned: str, said: str
-) -> None:
+def test_an_estimators_result_is_checked_against_the_contract(tmp_path: Path, returned: str, said: str) -> None:
     path = tmp_path / "wrong.py"
     path.write_text(
         "from rolemesh.plugins import estimator\n"

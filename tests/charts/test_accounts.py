@@ -28,13 +28,14 @@ def made(values: Object) -> dict[str, Object]:
     return {thing["metadata"]["name"]: thing["metadata"].get("annotations", {}) for thing in things}
 
 
-def test_by_default_the_controller_has_an_account_and_no_other_pod_has() -> None:
+def test_by_default_only_the_controller_has_a_service_account() -> None:
     found = accounts(CONVERSES)
     assert {name for name, account in found.items() if account} == {"controller", "check"}
     assert made({}) == {"demo-controller": {}}
 
 
-def test_roles_that_train_users_code_and_the_controller_have_accounts_of_their_own() -> None:
+def test_roles_user_code_and_the_controller_have_own_accounts() -> None:
+    """Trained roles share one account; code of users and the controller have their own."""
     values = CONVERSES | {
         "serviceAccounts": {
             "roles": {"create": True, "annotations": ROLE},
@@ -52,7 +53,7 @@ def test_roles_that_train_users_code_and_the_controller_have_accounts_of_their_o
     assert made(values) == {"demo-roles": ROLE, "tools": {}, "demo-controller": {"a": "b"}}
 
 
-def test_a_reward_that_shares_a_pod_with_a_trained_role_has_its_account() -> None:
+def test_a_reward_in_a_pod_with_a_trained_role_has_its_account() -> None:
     found = accounts({"placement": {"strategy": "hybrid"}, "serviceAccounts": {"roles": {"name": "models"}}})
     assert (found["policy"], found["scoring"]) == ("models", "models")
 

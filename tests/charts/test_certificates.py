@@ -37,7 +37,8 @@ def named(certificate: Object) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_each_workload_has_a_key_of_its_own_that_names_what_it_serves_and_nothing_else(strategy: str) -> None:
+def test_each_workload_has_its_own_key_that_names_what_it_serves(strategy: str) -> None:
+    """It names nothing else."""
     things = objects(
         {
             "job": JOB,

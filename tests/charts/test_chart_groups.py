@@ -27,7 +27,7 @@ from rendering import (
 
 from rolemesh.catalog.estimators import ESTIMATORS
 from rolemesh.catalog.pages import PAGES
-from rolemesh.catalog.roles import ROLES as DECLARED
+from rolemesh.catalog.role_specs import ROLES as DECLARED
 from rolemesh.config.base import merge
 from rolemesh.config.job import JobConfig, load_job, make_job
 from rolemesh.config.placement import PlacementConfig, strategies
@@ -120,7 +120,7 @@ PLACED = {
 }
 
 
-def test_every_recipe_every_page_every_estimator_and_every_change_is_among_the_jobs() -> None:
+def test_the_jobs_cover_every_recipe_page_estimator_and_change() -> None:
     made = [make_job(sections) for sections in JOBS.values()]
     assert {job.page.name for job in made} == set(PAGES)
     assert {job.estimator.name for job in made} == set(ESTIMATORS)
@@ -177,9 +177,10 @@ DISAGREEING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("sections", "placement"), DISAGREEING.values(), ids=DISAGREEING)
-def test_sections_that_do_not_agree_are_refused_as_the_job_file_is(
+def test_the_chart_and_the_job_file_refuse_the_same_listed_jobs(
     sections: dict[str, Any], placement: dict[str, Any]
 ) -> None:
+    """The jobs are those of JOBS, on each placement."""
     try:
         make_job(sections | {"placement": placement})
         agree = True
@@ -237,14 +238,15 @@ def draws(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_chart_refuses_a_job_whose_sections_do_not_agree_and_no_other(seed: int) -> None:
+def test_the_chart_and_the_job_file_refuse_the_same_drawn_jobs(seed: int) -> None:
+    """The jobs are drawn at random, by seed."""
     sections, placement = draws(seed)
     assert (refusal({"job": sections, "placement": placement} | NO_DASHBOARDS) != "") == _is_refused(
         sections | {"placement": placement}
     )
 
 
-def test_of_the_jobs_that_are_drawn_many_are_refused_and_many_are_not() -> None:
+def test_neither_few_nor_most_of_the_drawn_jobs_are_refused() -> None:
     drawn_jobs = [sections | {"placement": placement} for sections, placement in map(draws, SEEDS)]
     assert len(SEEDS) / 4 < sum(map(_is_refused, drawn_jobs)) < len(SEEDS) * 3 / 4
 
@@ -313,7 +315,7 @@ def _containers(values: dict[str, Any]) -> dict[str, Object]:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_the_gpus_that_notes_tell_of_are_those_that_are_asked_for(example: Path, tmp_path: Path) -> None:
+def test_the_notes_count_the_gpus_that_pods_request(example: Path, tmp_path: Path) -> None:
     said = notes({}, tmp_path, files=[example])
     asked = sum(
         thing["spec"]["replicas"] * container["resources"]["limits"].get("nvidia.com/gpu", 0)
@@ -324,9 +326,7 @@ def test_the_gpus_that_notes_tell_of_are_those_that_are_asked_for(example: Path,
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_the_pods_of_a_role_have_the_fingerprint_that_the_controller_expects(
-    example: Path, tmp_path: Path
-) -> None:
+def test_a_roles_pods_have_the_job_fingerprint_of_the_controller(example: Path, tmp_path: Path) -> None:
     things = objects({}, files=[example])
     (tmp_path / "job.yaml").write_text(
         next(thing["data"]["job.yaml"] for thing in of_kind(things, "ConfigMap") if "job.yaml" in thing["data"])
@@ -370,7 +370,8 @@ def on_cluster(into: Path, condition: str, *, pods: int, asked: int = 1) -> Path
 
 
 @pytest.mark.parametrize("condition", ["Complete", "Failed", "Suspended"])
-def test_after_its_run_an_upgrade_starts_no_pods_and_notes_say_so(condition: str, tmp_path: Path) -> None:
+def test_an_upgrade_after_the_run_starts_no_pods(condition: str, tmp_path: Path) -> None:
+    """The notes say so."""
     chart, has_ended = on_cluster(tmp_path, condition, pods=0), condition != "Suspended"
     values = {"placement": {"replicas": {"reward": 2}}}
     assert ("THE RUN HAS ENDED" in notes(values, tmp_path)) == has_ended
@@ -413,7 +414,7 @@ def test_names_of_53_characters_fit_and_differ() -> None:
     assert template(values, release=first).count(first) > 10  # labels have all of it
 
 
-def test_the_order_of_a_group_s_roles_changes_nothing_that_a_stateful_set_cannot_change() -> None:
+def test_the_order_of_a_groups_roles_changes_no_immutable_field() -> None:
     """The API server refuses an upgrade that changes another field than replicas, template and a few more."""
 
     def fixed(*learn: str) -> list[Object]:

@@ -27,7 +27,7 @@ def component(pod: Object) -> str:
     return label
 
 
-def test_a_group_that_fits_into_a_pod_is_one_and_needs_no_kuberay() -> None:
+def test_a_group_that_fits_into_one_pod_needs_no_kuberay() -> None:
     things = objects(ONE_POD, apis=[api for api in APIS if api != KUBERAY])
     (actor,) = (thing for thing in workloads(things) if thing["metadata"]["name"] == "demo-actor")
     assert (actor["kind"], actor["spec"]["replicas"]) == ("StatefulSet", 1)
@@ -53,7 +53,8 @@ def test_ranks_of_a_group_that_generates_have_an_engine_each(strategy: str, grou
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
 
 
-def test_a_larger_group_is_a_ray_cluster_with_a_pod_for_each_node_and_one_service() -> None:
+def test_a_larger_group_is_a_ray_cluster_with_one_pod_per_node() -> None:
+    """It has one service."""
     things = objects(TWO_PODS)
     (cluster,) = of_kind(things, "RayCluster")
     spec = cluster["spec"]
@@ -77,7 +78,7 @@ def test_a_larger_group_is_a_ray_cluster_with_a_pod_for_each_node_and_one_servic
     )  # of both, and the controller deletes it (test_rendering.py)
 
 
-async def test_the_head_of_a_ray_cluster_is_restarted_if_rank_0_hangs_and_not_while_there_is_none() -> None:
+async def test_the_ray_head_restarts_only_if_rank_0_exists_and_hangs() -> None:
     (container,) = actors(TWO_PODS)[0]["spec"]["containers"]
     python, flag, program = container["livenessProbe"]["exec"]["command"]
     assert (python, flag) == ("python", "-c")
@@ -121,7 +122,7 @@ def test_without_kuberay_a_group_of_several_pods_is_refused() -> None:
     assert refusal(TWO_PODS, apis=[api for api in APIS if api != KUBERAY]) == words
 
 
-def test_the_pods_of_a_group_reach_each_other_by_any_port_of_tcp_and_nobody_else_does() -> None:
+def test_only_pods_of_one_group_reach_each_other_on_any_tcp_port() -> None:
     peers = {"podSelector": {"matchLabels": {
         "app.kubernetes.io/name": "rlhf-job", "app.kubernetes.io/instance": "demo",
         "app.kubernetes.io/component": "actor",
@@ -160,7 +161,8 @@ def test_rollouts_reach_the_weights_of_every_pod_of_the_actor() -> None:
         assert not may("egress", "to", reward, actor)
 
 
-def test_ray_pods_are_restricted_have_the_job_s_keys_and_belong_to_its_gang() -> None:
+def test_ray_pods_are_restricted_and_have_keys_and_a_gang() -> None:
+    """Keys and gang are the job's."""
     in_queue = {"scheduler": "kueue", "queue": "lab"}
     for pod in actors(TWO_PODS | {"gang": in_queue}):
         said = {**pod["metadata"]["labels"], **pod["metadata"]["annotations"]}
@@ -182,7 +184,8 @@ def test_ray_pods_are_restricted_have_the_job_s_keys_and_belong_to_its_gang() ->
     assert gang["spec"]["minMember"] == 5  # two of the actor, and critic, reward, rollout
 
 
-def test_the_controller_suspends_a_ray_cluster_and_may_change_no_other_and_helm_test_needs_it() -> None:
+def test_the_controller_may_suspend_its_own_ray_cluster_only() -> None:
+    """`helm test` waits for the cluster."""
     things = objects(TWO_PODS)
     (job,) = of_kind(things, "Job")
     (container,) = job["spec"]["template"]["spec"]["containers"]

@@ -35,7 +35,7 @@ def mounts(values: Object) -> dict[str, dict[str, bool]]:
     return found
 
 
-def test_a_pod_mounts_the_workspace_and_the_claims_that_it_has_paths_in() -> None:
+def test_a_pod_mounts_the_workspace_and_the_claims_of_its_paths() -> None:
     job = {
         "actor": {"model": {"path": "/models/qwen"}},
         "data": {"train_files": "/data/train.parquet"},
@@ -119,7 +119,7 @@ def test_a_path_that_only_begins_like_a_claims_brings_nothing() -> None:
         {"placement": {"strategy": "hybrid"}},  # roles that take turns park their weights there
     ],
 )
-def test_reward_pods_write_to_the_workspace_where_the_job_says_so(values: Object) -> None:
+def test_reward_pods_write_to_the_workspace_if_the_job_says_so(values: Object) -> None:
     found = mounts(values)
     assert found.get("reward", found.get("scoring")) == {"workspace": True}
 
@@ -135,7 +135,7 @@ def test_reward_pods_write_to_the_workspace_where_the_job_says_so(values: Object
         },
     ],
 )
-def test_a_claim_is_read_only_for_the_kubelet_where_no_pod_writes_to_it(values: Object) -> None:
+def test_a_claim_that_no_pod_writes_to_is_read_only_to_kubelet(values: Object) -> None:
     """Else it changes the group of every file to fsGroup. In a local volume it does so for the first pod that
     mounts it and for no other, so a pod that only reads must not come first without it."""
     job = {"actor": {"model": {"path": "/models/qwen"}}, "data": {"train_files": "/data/train.parquet"}}
@@ -191,11 +191,11 @@ READ_ONLY = {"checkpoints": {"existingClaim": "mine", "readOnly": True}}
         ),
     ],
 )
-def test_a_claim_that_is_read_only_where_the_run_writes_is_refused(values: Object, words: str) -> None:
+def test_a_read_only_claim_that_the_run_writes_to_is_refused(values: Object, words: str) -> None:
     assert words in refusal(values)
 
 
-def test_a_run_writes_to_a_claim_that_is_mounted_in_one_that_is_read_only() -> None:
+def test_a_run_writes_to_a_claim_mounted_inside_a_read_only_one() -> None:
     within = {"models": {"existingClaim": "a", "mountPath": "/mnt"}, "data": {"existingClaim": "b"}}
     storage = within | {"checkpoints": {"existingClaim": "c", "mountPath": "/mnt/runs"}}
     found = mounts({"storage": storage, "job": {"trainer": {"default_local_dir": "/mnt/./runs"}}})
@@ -213,7 +213,7 @@ def test_a_pod_that_may_not_write_waits_for_what_others_prepare() -> None:
 
 
 @needs_namespaces
-def test_a_pod_that_waits_for_what_others_prepare_ends_at_sigterm(tmp_path: Path) -> None:
+def test_a_pod_that_waits_for_preparation_ends_at_sigterm(tmp_path: Path) -> None:
     """Else it keeps its GPUs until it is killed: the shell is process 1, which needs a trap."""
     begun, sleep = tmp_path / "begun", tmp_path / "sleep"
     os.mkfifo(begun)
@@ -244,7 +244,7 @@ def caches(values: Object) -> dict[str, list[str]]:
     return found
 
 
-def test_kernels_are_kept_by_image_for_pods_with_gpus_that_run_no_code_of_users() -> None:
+def test_kernels_are_cached_by_image_on_gpus_without_user_code() -> None:
     assert caches({}) == {}
     values: Object = {
         "storage": {"caches": {"existingClaim": "kernels"}},

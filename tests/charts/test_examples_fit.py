@@ -15,7 +15,7 @@ from rolemesh.config import JobConfig, load_job
 from rolemesh.config.job import make_job
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.planner.compare import make_plans
-from rolemesh.planner.devices import GPUS, cpu, parse_size
+from rolemesh.planner.device_specs import GPUS, cpu, parse_size
 from rolemesh.planner.memory import role_shapes
 from rolemesh.planner.plan import Cluster, Planner
 
@@ -102,7 +102,7 @@ def test_a_job_that_needs_two_gpus_for_one_role_is_no_example(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["gsm8k-ppo", "gsm8k-grpo"])
-def test_a_job_file_with_the_sizes_of_a_real_run_fits_on_a_gpu_of_80_gb(name: str, tmp_path: Path) -> None:
+def test_a_job_file_with_realistic_sizes_fits_on_an_80_gb_gpu(name: str, tmp_path: Path) -> None:
     files = [str(ROOT / "configs" / f"{stem}.yaml") for stem in (name, "gsm8k-0.5b")]
     job = load_job(files[0], files[1:])
     assert job.trainer.total_training_steps is None

@@ -33,7 +33,7 @@ def env(container: dict[str, Any]) -> dict[str, Any]:
     return {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in container["env"]}
 
 
-def test_the_pods_of_the_controller_and_of_helm_test_fetch_and_the_others_wait() -> None:
+def test_the_controller_and_helm_test_fetch_and_other_pods_wait() -> None:
     """While the controller is suspended, `helm test` would otherwise wait for ever, and so would the roles."""
     suspended = FETCH | {"controller": {"suspend": True}}
     assert of_kind(objects(suspended), "Job")[0]["spec"]["suspend"] is True
@@ -63,7 +63,7 @@ def test_the_pods_of_the_controller_and_of_helm_test_fetch_and_the_others_wait()
         assert [mount["models"] for mount in mounts] == [not runs, True]
 
 
-def test_pods_and_releases_take_turns_where_they_make_the_same_thing() -> None:
+def test_pods_and_releases_that_make_the_same_thing_take_turns() -> None:
     """In one workspace a release that downloads for hours must not keep another one waiting."""
     made = ["a/b", "/workspace/a/b/", "a/c"]
     steps = [{"creates": creates, "command": ["make", "it"]} for creates in made]
@@ -78,7 +78,7 @@ def test_pods_and_releases_take_turns_where_they_make_the_same_thing() -> None:
     assert re.fullmatch(r"--lock=\.prepare-[0-9a-f]{8}\.lock", first)  # in the workspace
 
 
-def test_what_fails_before_the_controller_begins_ends_the_run_as_the_controller_would() -> None:
+def test_a_failure_before_the_controller_begins_ends_the_run() -> None:
     """It counts failures, and scales the roles down after the last one. Nobody else would do it."""
     things = objects(FETCH)
     [job] = of_kind(things, "Job")
@@ -108,7 +108,7 @@ def test_what_fails_before_the_controller_begins_ends_the_run_as_the_controller_
     }
 
 
-def test_the_count_of_attempts_is_of_one_job_and_one_revision_of_its_values() -> None:
+def test_attempts_are_counted_per_job_and_revision_of_values() -> None:
     """A Job that is made anew has another uid, and an upgrade another revision, though it restarts no pod."""
     things = objects(FETCH)
     [job] = of_kind(things, "Job")
@@ -139,7 +139,7 @@ def test_the_count_of_attempts_is_of_one_job_and_one_revision_of_its_values() ->
         ({"backoffLimit": 4, "scaleDown": False}, ""),
     ],
 )
-def test_a_job_that_ends_before_its_roles_are_scaled_down_is_refused(
+def test_a_job_that_ends_before_its_roles_scale_down_is_refused(
     controller: dict[str, Any], advice: str
 ) -> None:
     said = refusal({"controller": controller})
@@ -156,7 +156,7 @@ def test_a_job_that_ends_before_its_roles_are_scaled_down_is_refused(
         {"placement": {"strategy": "hybrid"}},
     ],
 )
-def test_the_token_is_a_file_where_something_is_prepared_and_nowhere_else(values: dict[str, Any]) -> None:
+def test_the_token_is_mounted_only_where_something_is_prepared(values: dict[str, Any]) -> None:
     """It is in no pod whose roles are reward or environment alone, whatever else these may do."""
     secret = {"secretName": "hub", "defaultMode": 0o400, "items": [{"key": "token", "path": "token"}]}
     holding = set()
@@ -176,7 +176,7 @@ def test_the_token_is_a_file_where_something_is_prepared_and_nowhere_else(values
     assert not holding & {"reward", "environment"}
 
 
-def test_other_models_are_fetched_anew_and_other_settings_are_not() -> None:
+def test_other_models_are_fetched_anew_but_other_settings_not() -> None:
     def done(job: dict[str, Any]) -> str:
         return str(specs(FETCH | {"job": job})["actor"]["initContainers"][0]["args"][0])
 
@@ -185,7 +185,8 @@ def test_other_models_are_fetched_anew_and_other_settings_are_not() -> None:
     assert done({"actor": {"model": model}}) != done({"actor": {"model": model | {"revision": "v1"}}})
 
 
-def test_the_workspace_has_the_cache_by_default_and_without_fetch_there_is_none() -> None:
+def test_the_workspace_has_the_cache_only_with_fetch() -> None:
+    """With fetch it is there by default; without fetch there is none."""
     found = specs({"huggingFace": {"fetch": True}})
     assert env(found["actor"]["containers"][0])["HF_HUB_CACHE"] == "/workspace/huggingface"
     names = {name for spec in specs({}).values() for name in env(spec["containers"][0])}

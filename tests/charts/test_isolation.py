@@ -48,7 +48,8 @@ def test_roles_reach_nothing_outside_of_the_job(component: str) -> None:
     assert leaving(component, {}) == []
 
 
-def test_reward_pods_reach_dns_and_what_their_function_is_allowed_and_no_pod_of_the_job() -> None:
+def test_reward_pods_reach_only_dns_and_their_functions_egress() -> None:
+    """They reach no pod of the job."""
     values = {"rewardFunction": {"egress": [JUDGE]}, "networkPolicy": {"prepareEgress": [HUB]}}
     assert policy_of("reward", values)["egress"][1:] == [JUDGE]
     assert leaving("actor", values) == [HUB]
@@ -66,13 +67,13 @@ def test_pods_reach_what_the_identity_of_their_account_needs() -> None:
     assert leaving("all", shared) == accounts["roles"]["egress"]
 
 
-def test_values_of_an_earlier_chart_without_egress_of_accounts_allow_none() -> None:
+def test_values_of_an_earlier_chart_allow_no_account_egress() -> None:
     """With `--reuse-values` Helm takes that chart's defaults, too."""
     earlier = {"serviceAccounts": {key: {"egress": None} for key in ("roles", "reward", "controller")}}
     assert template(earlier) == template({})
 
 
-def test_a_pod_that_a_reward_shares_reaches_what_each_of_its_roles_may() -> None:
+def test_a_pod_shared_with_a_reward_reaches_what_each_role_may() -> None:
     values = {
         "placement": {"strategy": "hybrid"},
         "rewardFunction": {"egress": [JUDGE]},
@@ -185,7 +186,7 @@ def test_a_label_of_the_charts_own_is_refused(where: str, kind: str, name: str) 
 
 @pytest.mark.parametrize("where", ["labels", "dashboards.labels"])
 @pytest.mark.parametrize("name", ["app.kubernetes.io/name", "helm.sh/chart", "rolemesh.dev/role-actor"])
-def test_a_label_of_the_charts_own_is_refused_on_what_monitors_it(where: str, name: str) -> None:
+def test_a_reserved_label_on_monitoring_objects_is_refused(where: str, name: str) -> None:
     labels = {"labels": {name: "mine"}}
     said = refusal({"monitoring": {"dashboards": labels} if "dashboards" in where else labels})
     assert f"monitoring.{where} has {name}, which is reserved for the chart: remove it" in said
@@ -315,7 +316,7 @@ def test_notes_say_that_what_prepares_has_no_network(tmp_path: Any) -> None:
 CONVERSES: Object = {"job": {"rollout": {"multi_turn": {"enable": True}}}}
 
 
-def test_a_job_with_conversations_has_environments_that_only_the_controller_calls() -> None:
+def test_only_the_controller_calls_environments_of_conversations() -> None:
     """They reach what their tools may reach and nothing else, and scale like every stateless role."""
     assert not [
         each for each in of_kind(objects({}), "Deployment") if "environment" in each["metadata"]["name"]

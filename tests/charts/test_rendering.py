@@ -314,7 +314,7 @@ def test_helm_test_and_a_run_exclude_one_another(tmp_path: Path) -> None:
         assert is_free()
 
 
-def test_a_controller_that_waits_for_the_lock_of_another_is_not_killed() -> None:
+def test_a_controller_that_waits_for_anothers_lock_is_not_killed() -> None:
     """It answers no probe until the other one has ended, which may take all of its grace."""
     [job] = of_kind(objects({"controller": {"graceSeconds": 3600}}), "Job")
     pod = job["spec"]["template"]["spec"]

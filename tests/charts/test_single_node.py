@@ -127,13 +127,14 @@ def test_helm_test_says_that_a_run_has_scaled_the_roles_down(files: Any, values:
     assert COMMANDS["need"].make_context("need", [*container["args"]]).params["given"] == container["args"]
 
 
-def test_the_pod_that_asks_for_the_roles_has_the_limit_that_a_quota_may_want_of_each_pod() -> None:
+def test_the_pod_that_checks_the_roles_has_limits_for_a_quota() -> None:
+    """A ResourceQuota may require a limit of every pod."""
     things = objects(ON_GPUS | {"controller": {"resources": {"limits": {"cpu": 8}}}})
     [first] = [pod for pod in of_kind(things, "Pod") if pod["metadata"]["name"] == "demo-check-roles"]
     assert first["spec"]["containers"][0]["resources"]["limits"] == {"cpu": 8, "memory": "1Gi"}
 
 
-def test_without_a_single_node_pods_have_the_nodes_of_their_own_groups() -> None:
+def test_without_single_node_pods_have_the_nodes_of_their_groups() -> None:
     values = ON_GPUS | {"storage": {"singleNode": False}}
     tolerating = {pod["metadata"]["labels"]["app.kubernetes.io/component"] for pod in pods(objects(values))
                   if "tolerations" in pod["spec"]}  # fmt: skip

@@ -92,7 +92,8 @@ def test_an_upgrade_restarts_nothing_that_did_not_change(values: dict[str, Any])
     assert _templates(before, "Job") == _templates(after, "Job")  # the name, too: it is a hash of the pod
 
 
-def test_a_changed_job_restarts_what_reads_it_and_a_changed_role_itself_alone() -> None:
+def test_a_changed_job_restarts_all_pods_and_a_role_only_its_own() -> None:
+    """A changed job restarts what reads it; a changed role restarts only itself."""
     before = _templates(objects({}))
     job = _templates(objects({"job": {"trainer": {"total_epochs": 2}}}))
     assert all(before[name] != job[name] for name in before)
@@ -143,7 +144,7 @@ def test_settings_of_pods_are_in_pods_and_a_groups_override_them() -> None:
     assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}} in actor["volumes"]
 
 
-def test_a_reward_function_is_the_reward_pods_and_what_compares_it() -> None:
+def test_a_new_reward_function_restarts_reward_and_controller() -> None:
     """When it changes, another controller replaces the old one, which takes no pod with the new function."""
     path = {"job": {"reward": {"custom_reward_function": {"path": "/etc/rolemesh-reward/reward.py"}}}}
     code = "def compute_score(*args):\n    return '{{ not a template }}'\n"
@@ -178,7 +179,7 @@ def test_a_gang_is_all_pods_of_the_roles(scheduler: str) -> None:
     assert "demo-gang" not in str(job)
 
 
-def test_kueue_admits_what_is_trained_together_and_other_pods_one_by_one() -> None:
+def test_kueue_admits_trained_roles_together_and_others_singly() -> None:
     """Each pod of a gang has its size, so no role that can be scaled is in it: the trained would restart."""
     kueue: Any = {"gang": {"scheduler": "kueue", "queue": "0x1"}}  # a text, though YAML has a number for it
     found = {name: pod["metadata"] for name, pod in _templates(objects(kueue)).items()}
@@ -194,7 +195,7 @@ def test_kueue_admits_what_is_trained_together_and_other_pods_one_by_one() -> No
 
 
 @pytest.mark.parametrize("scaler", ["hpa", "keda"])
-def test_for_gitops_nothing_says_a_number_of_pods_that_the_controller_changes(scaler: str) -> None:
+def test_gitops_manifests_omit_replicas_that_the_controller_sets(scaler: str) -> None:
     """A tool that applies what `helm template` renders takes back what it finds changed."""
     scaled = {"autoscaling": {"rollout": {"scaler": scaler, "minReplicas": 2, "maxReplicas": 4}}}
     values = {"controller": {"scaleUp": True}, "placement": {"replicas": {"reward": 3}}} | scaled
@@ -222,7 +223,7 @@ def test_for_gitops_nothing_says_a_number_of_pods_that_the_controller_changes(sc
     assert "pods of actor to their node" in refusal(values | {"storage": {"singleNode": True}})
 
 
-def test_without_rbac_replicas_are_found_by_dns_and_no_pod_has_a_token() -> None:
+def test_without_rbac_dns_finds_replicas_and_no_pod_has_a_token() -> None:
     things = objects({"controller": {"rbac": False}})
     assert not of_kind(things, "Role", "RoleBinding", "ServiceAccount")
     (job,) = _templates(things, "Job").values()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from cluster import Failed, Namespace, run
 
-from rolemesh.kubernetes import Cluster, Expired, Forbidden
+from rolemesh.kubernetes import Expired, Forbidden, KubernetesApi
 from rolemesh.rpc.calling.discovery import Endpoints
 from rolemesh.services.controller.scale_down import PAUSED, scale_down, scale_up, workloads
 
@@ -25,7 +25,7 @@ def may_patch(group: str, resource: str, *names: str) -> dict[str, Any]:
     return {"apiGroups": [group], "resources": [resource], "resourceNames": list(names), "verbs": ["patch"]}
 
 
-def account(namespace: Namespace, directory: Path, *rules: dict[str, Any]) -> Cluster:
+def account(namespace: Namespace, directory: Path, *rules: dict[str, Any]) -> KubernetesApi:
     """The API server as a pod of a new account with these rights sees it."""
     rbac = "rbac.authorization.k8s.io"
     role = {"apiVersion": f"{rbac}/v1", "kind": "Role", "metadata": {"name": "job"}, "rules": list(rules)}
@@ -37,7 +37,7 @@ def account(namespace: Namespace, directory: Path, *rules: dict[str, Any]) -> Cl
     (directory / "ca.crt").write_bytes(base64.b64decode(api["certificate-authority-data"]))
     (directory / "token").write_text(namespace.kubectl("create", "token", "job"))
     (directory / "namespace").write_text(namespace.name)
-    return Cluster(api["server"], directory)
+    return KubernetesApi(api["server"], directory)
 
 
 def put(namespace: Namespace, name: str, *endpoints: dict[str, Any]) -> None:
@@ -100,7 +100,7 @@ async def test_without_the_right_to_watch_it_is_forbidden(namespace: Namespace, 
         await cluster.list(path, "")
 
 
-async def test_workloads_that_the_account_may_scale_go_to_zero_and_the_others_are_logged(
+async def test_only_workloads_that_the_account_may_scale_go_to_zero(
     namespace: Namespace, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Rights by name, as the chart gives them: a workload of the same namespace that is not the job's stays."""

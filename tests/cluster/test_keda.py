@@ -29,7 +29,7 @@ VALUES = {
 REWARD, AUTOSCALER = "kd-reward", "keda-hpa-kd-reward"
 
 
-def test_rewards_are_one_while_nothing_waits_four_under_load_and_one_again(
+def test_rewards_scale_from_one_to_four_under_load_and_back(
     workspace: tuple[Namespace, str],
 ) -> None:
     namespace, claim = workspace

@@ -31,9 +31,10 @@ def kuberay() -> None:
         pytest.skip("NO GROUP OF SEVERAL PODS IS TESTED: the cluster has no KubeRay")
 
 
-def test_an_actor_of_two_pods_outlives_both_and_ends_with_the_bits_of_a_local_run(
+def test_an_actor_of_two_pods_survives_both_deaths_bit_for_bit(
     kuberay: None, namespace: Namespace, tmp_path: Path
 ) -> None:
+    """The run ends with the bits of a local run."""
     make_claim(namespace, "workspace", "ReadWriteOnce")
     job = Job(namespace, "ranks", "workspace", "ranked")
     steps = ("--set", f"job.trainer.total_training_steps={STEPS}")

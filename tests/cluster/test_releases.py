@@ -48,7 +48,7 @@ def counts_as_much_as_it_allows(quota: Object) -> bool:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_is_installed_upgraded_rolled_back_and_uninstalled(namespace: Namespace, path: Path) -> None:
+def test_an_example_installs_upgrades_rolls_back_and_uninstalls(namespace: Namespace, path: Path) -> None:
     claims_of_the_user(namespace)
     if path == RANKS and not knows("rayclusters.ray.io"):
         with pytest.raises(Failed, match=r"the cluster does not know \S*RayCluster: install KubeRay"):
@@ -97,7 +97,7 @@ def test_two_releases_in_a_namespace_never_touch_each_other(namespace: Namespace
     assert objects_of(namespace, long) == before
 
 
-def test_the_controllers_account_may_do_what_it_does_and_nothing_else(namespace: Namespace) -> None:
+def test_the_controllers_account_has_exactly_the_rights_it_uses(namespace: Namespace) -> None:
     """It reads whether roles are scaled down, scales its own, and deletes the budget of its own pod."""
     namespace.install("job", *example(TINY))
     namespace.install("other", *example(TINY))
@@ -137,7 +137,7 @@ def test_the_controllers_account_may_do_what_it_does_and_nothing_else(namespace:
     assert allowed(namespace, "job-controller", *may, *reading, *others) == [*may, *reading]
 
 
-def test_scale_up_does_not_begin_while_workloads_have_several_pods(namespace: Namespace) -> None:
+def test_scale_up_is_refused_while_workloads_have_several_pods(namespace: Namespace) -> None:
     """Kubernetes would set the number, which the manifests then leave out, to 1. Later upgrades find any."""
     upgrade = ("upgrade", "job", str(CHART), "--reuse-values", "--set", "controller.scaleUp=true")
     namespace.install("job", *example(TINY), "--set", "placement.replicas.reward=2")
@@ -218,7 +218,7 @@ def test_a_workspace_that_is_to_be_kept_is_all_that_is_left(namespace: Namespace
         ("autoscaling.critic.scaler=hpa", "critic"),
     ],
 )
-def test_contradicting_values_are_refused_before_any_object_is_made(
+def test_contradicting_values_are_refused_before_objects_exist(
     refusing: Namespace, values: str, words: str
 ) -> None:
     with pytest.raises(Failed, match=words):

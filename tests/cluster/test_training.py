@@ -33,9 +33,10 @@ def equal(outcome: Outcome, expected: Outcome, step: int) -> None:
     assert written == wanted
 
 
-def test_replicas_come_and_go_and_pods_die_and_the_run_ends_with_the_bits_of_a_local_one(
+def test_a_run_with_scaling_and_dying_pods_equals_a_local_one(
     workspace: tuple[Namespace, str], expected: Future[Outcome], tmp_path: Path
 ) -> None:
+    """It ends with the bits of a local run."""
     namespace, claim = workspace
     job = Job(namespace, "standalone", claim, "rlhf-job")
     job.install(*GRACE)
@@ -145,15 +146,16 @@ def a_rollout_that_is_drained_finishes_its_rows(job: Job) -> None:
     assert "cancelling calls" not in said
 
 
-def test_a_collocated_run_is_tested_then_begins_and_has_the_bits_of_a_local_one(
+def test_a_collocated_run_has_the_bits_of_a_local_one(
     workspace: tuple[Namespace, str], expected: Future[Outcome]
 ) -> None:
+    """`helm test` passes before it begins."""
     job = begun_after_its_check(workspace, "collocate", *SCALES_UP)
     has_the_bits(job, expected)
     manifests_that_are_applied_again_start_nothing_until_the_job_is_deleted(job)
 
 
-def test_a_hybrid_run_has_the_bits_of_a_local_one_though_a_person_pauses_it(
+def test_a_hybrid_run_that_is_paused_has_the_bits_of_a_local_one(
     workspace: tuple[Namespace, str], expected: Future[Outcome]
 ) -> None:
     namespace, _ = workspace
@@ -235,7 +237,7 @@ def manifests_that_are_applied_again_start_nothing_until_the_job_is_deleted(job:
     namespace.helm("uninstall", name)
 
 
-def test_a_run_that_cannot_be_prepared_ends_and_gives_its_pods_back(namespace: Namespace) -> None:
+def test_a_run_that_cannot_be_prepared_ends_and_frees_its_pods(namespace: Namespace) -> None:
     """A failure is counted (75) and tried again. After as many as allowed (3) no controller has begun."""
     failing = {
         "prepare": [{"creates": "outputs/never", "command": ["false"]}],

@@ -36,9 +36,10 @@ def generations(namespace: Namespace) -> dict[str, int]:
     return {thing["metadata"]["name"]: thing["metadata"]["generation"] for thing in found}
 
 
-def test_an_upgrade_leaves_replicas_unless_it_says_their_number_or_begins_another_run(
+def test_an_upgrade_keeps_replicas_unless_set_or_in_another_run(
     namespace: Namespace,
 ) -> None:
+    """It changes a number of replicas if it sets that number or begins another run."""
     namespace.install("job", "--values", str(TINY), *UNSCHEDULED)
     scale(namespace, 3, "deployment/job-reward")
     before = generations(namespace)
@@ -61,7 +62,7 @@ def test_an_upgrade_leaves_replicas_unless_it_says_their_number_or_begins_anothe
     assert [other["metadata"]["name"] for other in namespace.get("jobs")] != [job["metadata"]["name"]]
 
 
-def test_a_scalers_replicas_are_its_own_and_another_run_wakes_them(namespace: Namespace) -> None:
+def test_a_scaler_owns_its_replicas_and_another_run_wakes_them(namespace: Namespace) -> None:
     with_scaler = ("--set", SCALER)
     namespace.install("job", "--values", str(TINY), *UNSCHEDULED, *with_scaler)
     # the scaler's own first deed: it has no less than two
@@ -107,14 +108,12 @@ def test_the_roles_of_a_statefulset_may_change_their_order(namespace: Namespace)
 @pytest.mark.parametrize(
     "what", ["huggingFace.secret", "storage.data.existingClaim", "rewardFunction.configMap"]
 )
-def test_a_name_of_an_object_that_is_missing_in_the_namespace_is_refused(
-    refusing: Namespace, what: str
-) -> None:
+def test_a_name_of_an_object_missing_in_the_namespace_is_refused(refusing: Namespace, what: str) -> None:
     with pytest.raises(Failed, match=f"{what} is absent, but namespace {refusing.name} has no such"):
         refusing.install("job", "--values", str(TINY), "--set", f"{what}=absent")
 
 
-def test_kinds_of_other_projects_are_accepted_where_the_cluster_knows_them(namespace: Namespace) -> None:
+def test_kinds_of_other_projects_are_accepted_if_they_exist(namespace: Namespace) -> None:
     kinds = {
         "podmonitors",
         "prometheusrules",

@@ -37,7 +37,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(
     assert str(tmp_path / "file") in line
 
 
-def test_the_job_files_that_the_pages_name_are_written_and_those_of_the_user_are_kept(
+def test_the_pages_job_files_are_written_and_the_users_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -113,9 +113,8 @@ main()
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["nonsense"], 2)])
-def test_a_process_ends_with_its_code_threads_exit_functions_and_output_but_frees_nothing(
-    arguments: list[str], code: int
-) -> None:
+def test_a_process_ends_with_code_and_output_but_frees_nothing(arguments: list[str], code: int) -> None:
+    """Its threads and exit functions run to their end."""
     ended = subprocess.run([sys.executable, "-c", LEFT, *arguments], capture_output=True, text=True, timeout=60)
     assert ended.returncode == code, ended.stderr
     assert ended.stdout.splitlines()[-2:] == ["thread", "exit function"]

@@ -12,9 +12,9 @@ import torch
 from rolemesh.config import load_job
 from rolemesh.config.model import ModelConfig
 from rolemesh.data import PromptDataset
-from rolemesh.data.arithmetic import arithmetic_problems
 from rolemesh.models.loading import load_causal_lm, load_tokenizer
 from rolemesh.models.tiny import byte_tokenizer
+from rolemesh.services.command_line.arithmetic import arithmetic_problems
 from rolemesh.services.command_line.demo import (
     CHAT_TEMPLATE,
     NUM_VAL,
@@ -60,7 +60,7 @@ def test_imitation_cannot_solve_the_task() -> None:
         assert sum(without_carry(a, b) == str(a + b) for a, b in val) / NUM_VAL < 0.35
 
 
-def test_demonstrations_are_prompts_and_answers_as_the_job_sees_them() -> None:
+def test_demonstrations_are_prompts_and_answers_as_in_the_job() -> None:
     tokenizer = byte_tokenizer_of_the_demo()
     shown = demonstrations([(37, 48), (95, 48)], tokenizer)
     assert tokenizer.decode(shown.prompts[0]) == "<|im_start|>37+48=<|im_end|>"
@@ -74,7 +74,7 @@ def test_demonstrations_are_prompts_and_answers_as_the_job_sees_them() -> None:
     }
 
 
-def test_the_demo_is_made_where_it_is_absent_and_fits_its_job_file(tmp_path: Path) -> None:
+def test_the_demo_is_made_only_if_absent_and_fits_its_job_file(tmp_path: Path) -> None:
     prepare_demo(tmp_path, seed=2, num_steps=3)
     made = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
     assert {path.name for path in tmp_path.iterdir()} == {"model", "data"}
@@ -100,7 +100,7 @@ def test_a_seed_gives_the_same_model_bit_for_bit(tmp_path: Path) -> None:
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_greedy_accuracy_is_the_share_of_answers_that_generating_gives(tiny_model: Path) -> None:
+def test_greedy_accuracy_is_the_share_of_right_generated_answers(tiny_model: Path) -> None:
     model = load_causal_lm(ModelConfig(path=str(tiny_model)), "demo")
     shown = demonstrations([(37, 48), (12, 34), (95, 48), (20, 20)], byte_tokenizer_of_the_demo())
     ids = shown.prompts

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from rolemesh.config import JobConfig
 from rolemesh.models.loading import named_weights
 from rolemesh.services.actor.worker import ActorWorker
-from rolemesh.weights.held import HeldWeights
+from rolemesh.weights.published import PublishedWeights
 
 
 def published(job: JobConfig, checkpoint: Path) -> dict[str, Tensor]:
@@ -26,7 +26,7 @@ def published(job: JobConfig, checkpoint: Path) -> dict[str, Tensor]:
         worker = ActorWorker(job)
         await worker.load_checkpoint(checkpoint)
         source = await worker.publish_weights(1)
-        assert isinstance(source, HeldWeights)
+        assert isinstance(source, PublishedWeights)
         return {name: tensor.clone() for name, tensor in (await source.fetch()).items()}
 
     return asyncio.run(fetched())

@@ -70,7 +70,7 @@ def asked(cluster: Path) -> list[str]:
     return (cluster / "asked").read_text().splitlines()
 
 
-def test_the_command_runs_in_the_pod_that_runs_with_the_pods_own_keys(cluster: Path) -> None:
+def test_the_command_runs_in_the_running_pod_with_its_keys(cluster: Path) -> None:
     (cluster / "answer").write_text(controllers(("old", "Failed"), ("new", "Running")))
     (cluster / "code").write_text("3")
     assert Job("my-job", "research", "prod").once("status", as_json=True) == 3
@@ -136,9 +136,8 @@ def test_a_watcher_outlasts_an_api_server_that_is_restarted(
     ]
 
 
-def test_a_watcher_gives_up_an_api_server_that_stays_away_or_never_answered(
-    cluster: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_watcher_gives_up_an_unreachable_api_server(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that never answered."""
     monkeypatch.setattr("rolemesh.services.command_line.kubectl.RETRY_S", 0.0)
     monkeypatch.setattr("rolemesh.services.command_line.kubectl.PATIENCE_S", 0.2)
     with pytest.raises(RoleUnavailable, match="jobs is forbidden"):

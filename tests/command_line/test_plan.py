@@ -12,8 +12,8 @@ from in_process_commands import rolemesh
 from transformers import LlamaConfig
 
 from rolemesh.config import load_job
-from rolemesh.data.arithmetic import write_arithmetic
 from rolemesh.models.tiny import byte_tokenizer, make_tiny_model
+from rolemesh.services.command_line.arithmetic import write_arithmetic
 
 ROOT = Path(__file__).parents[2]
 STRATEGIES = {"collocate", "hybrid", "split-collocate", "standalone"}
@@ -136,7 +136,7 @@ def test_the_search_prints_a_placement_that_a_job_takes(job_7b: Path, tmp_path: 
         assert sorted(role for roles in job.groups.values() for role in roles) == sorted(job.roles)
 
 
-def test_the_printed_placement_keeps_what_the_job_says_of_processes(job_7b: Path) -> None:
+def test_the_printed_placement_keeps_the_launcher_and_replicas(job_7b: Path) -> None:
     own = ("placement.launcher=ray", "placement.replicas.reward=3", "placement.strategy=standalone")
     on_8 = ("plan", job_7b, *own, "--gpus", 8, "--gpu-memory", "80GiB", "--search")
     _, _, text = rolemesh(*on_8).stdout.partition("for the job file:")
@@ -167,7 +167,7 @@ def test_errors_are_one_line(job_7b: Path, arguments: tuple[str, ...], words: st
     assert words in line
 
 
-def test_a_job_that_cannot_fit_is_refused_before_a_process_starts(job_7b: Path) -> None:
+def test_a_job_that_cannot_fit_is_refused_before_any_process(job_7b: Path) -> None:
     """Each role alone: 16 bytes a parameter of actor and critic, 4 of the rollout, about 2 of the reference."""
     answer = rolemesh("run", job_7b, "rollout.name=hf", "rollout.gpu_memory_utilization=0.5")
     assert answer.returncode == 2, answer.stdout + answer.stderr

@@ -37,7 +37,7 @@ from rolemesh.services.controller.display.progress import line_of
 from rolemesh.services.controller.main import drive
 from rolemesh.services.controller.run.loop import Run
 from rolemesh.services.controller.run.run_dir import address_shown
-from rolemesh.services.controller.service.server import ControllerServer
+from rolemesh.services.controller.service.controller_server import ControllerServer
 from rolemesh.services.controller.service.servicer import SERVICE, ControllerServicer
 from rolemesh.services.controller.service.status import RunStatus, State
 from rolemesh.v1 import controller_pb2 as pb
@@ -56,9 +56,7 @@ async def rolemesh(*arguments: str) -> tuple[int, str]:
     return process.returncode, output.decode()
 
 
-async def test_a_run_is_shown_paused_resumed_followed_and_stopped_by_commands(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_commands_show_pause_resume_follow_and_stop_a_run(tiny_model: Path, tmp_path: Path) -> None:
     job = small_job(tmp_path, tiny_model, "run", "trainer.total_training_steps=500")
     where = str(job.run_dir)
     async with AsyncExitStack() as stack:
@@ -103,7 +101,7 @@ async def test_a_run_is_shown_paused_resumed_followed_and_stopped_by_commands(
     assert output.startswith(f"error: no run is in progress in {where}")
 
 
-async def test_a_watcher_survives_a_controller_that_is_restarted_and_sees_the_end() -> None:
+async def test_a_watcher_survives_a_restarted_controller_to_the_end() -> None:
     async def serve(status: RunStatus, address: str) -> RoleServer:
         server = RoleServer({"controller": [SERVICE]})
         await server.start(address)
@@ -152,7 +150,8 @@ async def controller(status: RunStatus) -> AsyncIterator[ControllerServer]:
     await server.stop()
 
 
-async def test_a_run_that_lost_a_role_and_goes_on_is_followed_to_its_end(tmp_path: Path) -> None:
+async def test_a_run_that_goes_on_after_losing_a_role_is_followed(tmp_path: Path) -> None:
+    """It is followed to its end."""
     seen = []
     first, second = RunStatus("run"), RunStatus("run")
     first.may_go_on = lambda: True
@@ -193,7 +192,7 @@ def test_a_run_has_failed_unless_it_lost_a_role_and_goes_on(
     assert status.state is state
 
 
-async def test_no_command_reaches_another_run_whose_controller_has_the_port_of_a_killed_one(
+async def test_no_command_reaches_another_run_on_a_reused_port(
     tmp_path: Path,
 ) -> None:
     """The file of a killed controller stays, and another one may get its port, always so with a fixed one."""
@@ -234,7 +233,7 @@ async def test_a_run_that_ends_as_soon_as_it_is_stopped_was_stopped(capsys: pyte
     await ending
 
 
-async def test_a_controller_that_is_slow_to_show_its_state_has_not_ended(
+async def test_a_controller_slow_to_show_its_state_has_not_ended(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     class Slow(ControllerServicer):

@@ -71,9 +71,7 @@ def test_a_wrong_type_names_key_value_and_expectation() -> None:
         ({"rollout": {"mode": None}}, ["'rollout.mode' is None, which is none of sync, async"]),
     ],
 )
-def test_an_unknown_value_is_an_error_that_names_the_known_ones_and_the_nearest(
-    section: dict, words: list[str]
-) -> None:
+def test_an_unknown_value_names_the_known_ones_and_the_nearest(section: dict, words: list[str]) -> None:
     with pytest.raises(InvalidConfig) as error:
         make_job(section)
     assert all(word in str(error.value) for word in words), error.value
@@ -105,7 +103,7 @@ WRONG_KINDS = {
 
 
 @pytest.mark.parametrize("override", WRONG_KINDS)
-def test_a_value_of_a_wrong_kind_is_an_error_that_names_keys_of_the_job_file_and_their_kinds(
+def test_a_value_of_a_wrong_kind_names_keys_and_valid_kinds(
     override: str,
 ) -> None:
     with pytest.raises(InvalidConfig) as error:
@@ -145,7 +143,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         load_job(tmp_path / "job.yaml", [str(tmp_path / "absent.yaml")])
 
 
-def test_files_are_laid_on_each_other_from_left_to_right_and_keys_on_all_of_them(tmp_path: Path) -> None:
+def test_files_overlay_from_left_to_right_and_keys_after_all(tmp_path: Path) -> None:
     clip_ratios = {"base": (0.1, 0.1, 0.1, 0.1), "first": (0.2, 0.2, 0.2), "second": (0.3, 0.3)}
     names = ("clip_ratio_c", "clip_ratio_high", "clip_ratio_low", "clip_ratio")
     for name, values in clip_ratios.items():
@@ -252,14 +250,15 @@ def test_sections_that_disagree_are_refused_at_start(tmp_path: Path, overrides: 
     assert words in str(error.value)
 
 
-def test_a_variable_of_the_chat_template_that_no_job_file_gives_back_is_refused() -> None:
+def test_a_template_variable_no_job_file_can_hold_is_refused() -> None:
+    """It is a variable of the chat template."""
     with pytest.raises(
         InvalidConfig, match=r"apply_chat_template_kwargs: a is \{1: 2\}, .* back as \{'1': 2\}"
     ):
         make_job({"data": {"apply_chat_template_kwargs": {"a": {1: 2}}}})
 
 
-def test_a_resolved_file_and_several_sampled_answers_are_accepted(tmp_path: Path) -> None:
+def test_resolved_files_and_several_sampled_answers_are_accepted(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(make_job({}).to_yaml())  # says temperature 1 beside do_sample: false
     load_job(tmp_path / "config.yaml")
     make_job({"rollout": {"val_kwargs": {"n": 8, "do_sample": True, "temperature": 0.7}}})
@@ -283,7 +282,7 @@ def test_a_resolved_file_and_several_sampled_answers_are_accepted(tmp_path: Path
         (["rollout.multi_turn={interaction_config_path: i.yaml}"], False),  # not enabled
     ],
 )
-def test_several_greedy_answers_are_refused_where_they_are_made_and_surely_equal(
+def test_several_greedy_answers_are_refused_if_surely_equal(
     also: list[str], differ: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An agent of a plug-in may say anything; those of other tests are put aside."""
@@ -309,9 +308,10 @@ FILTER = ["algorithm.filter_groups.enable=true", "trainer.total_training_steps=2
     [("{}", False), ("{enable: true, tools: [calculator]}", False), ("{enable: true, tools: [python]}", True)],
 )
 @pytest.mark.parametrize("learner", [FILTER, []])
-def test_what_learns_from_different_answers_takes_greedy_ones_of_an_environment_that_varies(
+def test_greedy_answers_may_differ_if_the_environment_varies(
     learner: list[str], multi_turn: str, differ: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Then what learns from different answers takes them."""
     built_in = {name: agent for name, agent in AGENTS.items() if agent.origin == BUILT_IN}
     monkeypatch.setattr(AGENTS, "_declared", built_in)
     greedy = ["algorithm.adv_estimator=grpo", "rollout.n=2", "rollout.do_sample=false"]
@@ -339,7 +339,7 @@ def test_every_key_of_a_path_expands_the_home_directory(monkeypatch: pytest.Monk
     assert named.trainer.experiment_name == "~/a"
 
 
-def test_plugins_are_files_of_the_home_directory_before_they_are_imported(
+def test_plugins_expand_the_home_directory_before_their_import(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -384,7 +384,7 @@ def test_the_length_of_whole_rows_is_changed_by_one_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["2000", "2000.0", "2e3"])
-def test_the_length_of_whole_rows_is_a_whole_number_in_each_spelling(text: str) -> None:
+def test_max_length_is_a_whole_number_in_each_spelling(text: str) -> None:
     data = make_job(parse_overrides(["algorithm.page=sft", f"data.max_length={text}"])).data
     assert (data.max_length, data.max_prompt_length, data.max_response_length) == (2000, 1, 1999)
 
@@ -404,7 +404,8 @@ def test_an_override_that_is_not_key_value_is_refused(override: str) -> None:
         parse_overrides([override])
 
 
-def test_two_bounds_without_quotes_are_two_and_underscores_between_thousands_are_none(tmp_path: Path) -> None:
+def test_a_rollout_is_threshold_of_two_bounds_needs_no_quotes(tmp_path: Path) -> None:
+    """Underscores between thousands separate no bounds."""
     (tmp_path / "job.yaml").write_text(
         "trainer: {experiment_name: 2025_11_02, total_training_steps: 10_000}\n"
         "actor: {optim: {lr: 1_000.5}}\n"
@@ -447,7 +448,7 @@ def test_one_train_file_may_be_written_without_a_list() -> None:
 
 
 @pytest.mark.parametrize("example", sorted(CHART.glob("examples/*.yaml")), ids=lambda path: path.stem)
-def test_values_of_the_chart_are_no_job_file_and_the_error_says_where_the_job_is(example: Path) -> None:
+def test_chart_values_are_refused_with_where_the_job_is(example: Path) -> None:
     with pytest.raises(InvalidConfig, match=r"has the section job, so it is a values file .* make a file of"):
         load_job(example)
     values = yaml.safe_load(example.read_text(encoding="utf-8"))

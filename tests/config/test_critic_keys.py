@@ -14,7 +14,8 @@ FOLLOWED = {
 }
 
 
-def test_keys_that_a_critic_leaves_out_are_the_actors_and_in_the_resolved_file() -> None:
+def test_keys_that_a_critic_leaves_out_follow_the_actor() -> None:
+    """The resolved file has them."""
     job = make_job({"actor": FOLLOWED})
     assert yaml.safe_load(job.to_yaml())["critic"].items() >= FOLLOWED.items()
     assert (
@@ -28,14 +29,14 @@ def test_keys_that_a_critic_leaves_out_are_the_actors_and_in_the_resolved_file()
     )
 
 
-def test_keys_that_a_critic_sets_are_its_own_and_never_the_actors() -> None:
+def test_keys_that_a_critic_sets_do_not_follow_the_actor() -> None:
     own = {"ppo_epochs": 2, "shuffle": False, "loss_agg_mode": "token-sum", "loss_scale_factor": 5}
     job = make_job({"actor": FOLLOWED, "critic": own})
     assert job.critic.model_dump().items() >= own.items()
     assert job.actor.model_dump().items() >= FOLLOWED.items()
 
 
-def test_a_wrong_value_of_the_actor_is_not_reported_again_for_the_critic() -> None:
+def test_an_actors_wrong_value_is_not_reported_for_the_critic() -> None:
     with pytest.raises(InvalidConfig) as error:
         make_job({"actor": {"ppo_epochs": 0}})
     assert "actor.ppo_epochs" in str(error.value)

@@ -78,7 +78,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_hostile_yaml_is_refused_in_one_line_that_names_file_and_line(case: str, tmp_path: Path) -> None:
+def test_hostile_yaml_is_refused_in_one_line_with_file_and_line(case: str, tmp_path: Path) -> None:
     text, words = HOSTILE[case]
     path = tmp_path / "job.yaml"
     path.write_text(text)
@@ -128,9 +128,7 @@ def test_of_several_merged_sections_the_first_comes_first() -> None:
 
 
 @pytest.mark.parametrize("text", ["\U0001f600", "a\U0001f600b\U00010000", "\U0010ffff", "é\ud7ff\ue000"])
-def test_json_that_escapes_a_character_beyond_u_ffff_is_read_as_that_character(
-    text: str, tmp_path: Path
-) -> None:
+def test_json_that_escapes_a_character_beyond_u_ffff_is_read(text: str, tmp_path: Path) -> None:
     """json.dumps writes it as two escapes, of a pair of surrogates."""
     wanted = {"trainer": {"experiment_name": text}}
     path = tmp_path / "job.json"
@@ -227,7 +225,7 @@ WRONG = {"number": ["true", "'1'", "[true]"], "boolean": ["1", "0", "1.0", "'tru
 KEYS = {key: kinds_of(field(key)) for key in leaves(JobConfig)}
 
 
-def test_booleans_numbers_and_texts_are_not_taken_for_one_another_under_any_key() -> None:
+def test_no_key_converts_between_booleans_numbers_and_texts() -> None:
     """Nor by the chart, whose schema is held against the same values."""
     assert CHARTS_JOB.is_valid({"actor": {"optim": {"lr": 1}, "use_kl_loss": True}, "data": {"seed": 8}})
     num_tried = 0
@@ -244,7 +242,7 @@ def test_booleans_numbers_and_texts_are_not_taken_for_one_another_under_any_key(
     assert num_tried > 300
 
 
-def test_whole_numbers_are_numbers_and_so_are_fractions_that_are_whole() -> None:
+def test_integers_are_numbers_and_whole_fractions_are_integers() -> None:
     job = make_job({"actor": {"optim": {"lr": 1, "betas": [0, 0.5]}}, "data": {"seed": 8.0}})
     assert (job.actor.optim.lr, job.actor.optim.betas, job.data.seed) == (1.0, (0.0, 0.5), 8)
     with pytest.raises(InvalidConfig, match=r"'data.seed' is 8.5: Input should be a valid integer"):
@@ -287,7 +285,7 @@ def test_which_spellings_of_a_number_the_job_and_the_chart_take(
     assert value == read
 
 
-def test_a_whole_number_that_helm_would_change_is_refused_by_job_and_chart() -> None:
+def test_a_whole_number_that_helm_would_change_is_refused() -> None:
     """A double holds every whole number up to 2^53. The next one becomes 2^53, so that is refused, too."""
     own = "reward.custom_reward_function={path: f.py, reward_kwargs: {a: %s}}"
     for override in ("rollout.seed=%s", "data.seed=-%s", "trainer.profile_steps=[%s]", own):
@@ -311,7 +309,7 @@ def test_a_whole_number_that_helm_would_change_is_refused_by_job_and_chart() -> 
     assert make_job(big).actor.optim.eps == 1e300
 
 
-def test_a_key_of_any_number_takes_large_fractions_and_no_infinite_number() -> None:
+def test_a_key_of_any_number_takes_large_fractions_not_infinity() -> None:
     """1e18 is a fraction in a job file. Helm has one kind of number, so the chart refuses it as whole."""
     function = "reward.custom_reward_function={path: f.py, reward_kwargs: {cap: %s}}"
     for override in (function, "data.apply_chat_template_kwargs={cap: %s}"):

@@ -29,7 +29,7 @@ def test_sections_on_the_command_line_are_merged(overrides: tuple[str, ...]) -> 
 @pytest.mark.parametrize(
     "contradictory", [("a.b.n=4", "a.b=null"), ("a.b.n=4", "a={b: 5}"), ("a.b.n=4", "a=x")]
 )
-def test_a_value_and_a_section_for_one_key_contradict_each_other_in_either_order(
+def test_a_value_and_a_section_for_one_key_contradict_each_other(
     contradictory: tuple[str, str],
 ) -> None:
     for overrides in itertools.permutations(contradictory):

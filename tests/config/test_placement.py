@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rolemesh.catalog.roles import ROLES as DECLARED
+from rolemesh.catalog.role_specs import ROLES as DECLARED
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
 from rolemesh.config.placement import GROUP_NAME, strategies
@@ -131,7 +131,8 @@ def test_a_reward_shares_a_device_only_if_it_has_a_model() -> None:
         job(placement, **ahead, reward={"reward_model": {"enable": True}})
 
 
-def test_processes_take_the_next_gpu_and_are_refused_when_all_are_given() -> None:
+def test_processes_take_the_next_gpu_until_none_is_left() -> None:
+    """Then they are refused."""
     placement = {"strategy": "standalone", "replicas": {"rollout": 2}}
     standalone = job(placement)
     assert gpus_by_process(standalone, ["4", "6", "7", "0", "1"]) == {
@@ -204,7 +205,7 @@ def test_ranks_of_a_group_or_of_all_its_roles() -> None:
     assert job({"ranks": {"rollout": 1, "reward": 1}}).num_ranks("rollout") == 1
 
 
-def test_every_rank_of_a_group_with_the_rollout_has_an_engine_of_its_own() -> None:
+def test_every_rank_of_a_rollout_group_has_an_engine_of_its_own() -> None:
     limit = {"max_num_seqs": 64}
     assert job({"strategy": "hybrid"}, rollout=limit).rows_at_once == 64
     assert job({"strategy": "hybrid", "ranks": {"policy": 2}}, rollout=limit).rows_at_once == 128
@@ -222,7 +223,8 @@ def test_every_rank_of_a_group_with_the_rollout_has_an_engine_of_its_own() -> No
     assert (asking.num_ranks("policy"), asking.rows_at_once) == (2, 64)
 
 
-def test_an_engine_that_may_have_a_gpu_alone_is_sent_as_many_rows_as_it_may_decode() -> None:
+def test_an_engine_with_its_own_gpu_gets_all_rows_it_can_decode() -> None:
+    """It gets as many rows at once as it may decode."""
     for strategy, rows in (("standalone", 1024), ("split-collocate", 1024), ("hybrid", 256)):
         found = job({"strategy": strategy}, rollout={"name": "vllm"})
         assert (found.has_own_device, found.rows_at_once) == (rows == 1024, rows)
@@ -266,7 +268,7 @@ def test_ranks_that_cannot_be_are_refused(placement: dict[str, Any], words: str)
         job(placement)
 
 
-def test_verls_numbers_of_gpus_are_the_ranks_of_each_group_with_a_model() -> None:
+def test_verls_gpu_counts_are_the_ranks_of_groups_with_a_model() -> None:
     split = {"strategy": "split-collocate"}
     for given, ranks in (({"n_gpus_per_node": 4}, 4), ({"n_gpus_per_node": 2, "nnodes": 2}, 4), ({}, 1)):
         spread = job(split, trainer=given)

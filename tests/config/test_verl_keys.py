@@ -52,7 +52,8 @@ def error_of(key: str) -> str:
 
 
 @pytest.mark.parametrize(("key", "said"), not_here().items(), ids=list(not_here()))
-def test_a_key_that_is_not_here_gets_the_words_of_the_page_and_no_other_key(key: str, said: str) -> None:
+def test_a_key_that_is_not_here_gets_the_words_of_the_page(key: str, said: str) -> None:
+    """The words name no unknown key."""
     assert error_of(key) == f"job: unknown key {key!r} (not here: {said})"
     assert set(re.findall(r"\b[a-z_]+\.[a-z_]+\b", said)) - {"config.json"} <= set(leaves(JobConfig))
 
@@ -63,7 +64,7 @@ def test_the_page_lists_every_key_that_the_code_says_is_not_here() -> None:
 
 
 @pytest.mark.parametrize("ours", VERLS)
-def test_keys_that_are_not_here_under_verls_own_section_are_led_to_ours(ours: str) -> None:
+def test_unsupported_keys_of_verls_sections_are_led_to_ours(ours: str) -> None:
     verls, hint = VERLS[ours]
     keys = [key for key in not_here() if key.startswith(f"{ours}.")]
     assert keys
@@ -72,7 +73,8 @@ def test_keys_that_are_not_here_under_verls_own_section_are_led_to_ours(ours: st
         assert error_of(verls + key.removeprefix(ours)) == f"job: unknown key {top!r} ({hint})"
 
 
-def test_the_cap_of_truncated_importance_sampling_is_led_to_the_rollout_correction() -> None:
+def test_tis_imp_ratio_cap_is_led_to_the_rollout_correction() -> None:
+    """It is the cap of truncated importance sampling."""
     assert error_of("actor.tis_imp_ratio_cap") == (
         "job: unknown key 'actor.tis_imp_ratio_cap' "
         "(it is algorithm.rollout_correction.rollout_is_threshold, with rollout_is: token)"
@@ -114,7 +116,7 @@ def test_the_cap_of_truncated_importance_sampling_is_led_to_the_rollout_correcti
         ("data.data_source_key", "it is data.reward_fn_key"),
     ],
 )
-def test_keys_of_verls_scripts_are_led_to_the_key_with_their_meaning(key: str, hint: str) -> None:
+def test_keys_of_verls_scripts_are_led_to_the_same_meaning(key: str, hint: str) -> None:
     """And not to the most similar one, such as ppo_mini_batch_size for ppo_micro_batch_size."""
     assert error_of(key) == f"job: unknown key {key!r} ({hint})"
     named = re.findall(r"\b(?:actor|critic|algorithm|data|reward|rollout|trainer)\.[a-z_.]+\b", hint)

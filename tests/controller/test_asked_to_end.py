@@ -18,7 +18,7 @@ from rolemesh.config import JobConfig
 from rolemesh.rpc.calling.dispatch import cancel_all
 from rolemesh.services.controller.main import control
 from rolemesh.services.controller.scale_down import workloads
-from rolemesh.services.controller.service.server import serving
+from rolemesh.services.controller.service.controller_server import serving
 from rolemesh.services.controller.service.status import RunStatus
 
 LEFT = workloads(["deployment/job-reward"])

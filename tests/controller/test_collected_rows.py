@@ -42,7 +42,7 @@ THREE = DataProto(
 )
 
 
-async def test_prompts_and_responses_are_joined_in_the_order_of_the_request() -> None:
+async def test_prompts_and_responses_are_joined_in_request_order() -> None:
     batch = await collect(stream(finished(2), finished(0, 1)), THREE, as_it_is)
     assert batch["input_ids"].tolist() == [[0, 5, 0, 0], [6, 7, 1, 1], [0, 8, 2, 2]]
     assert batch["attention_mask"].tolist() == [[0, 1, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]]
@@ -66,7 +66,7 @@ async def test_finished_rows_are_scored_while_others_still_generate() -> None:
     assert batch["responses"][:, 0].tolist() == [0, 1, 2]
 
 
-async def test_rows_are_scored_in_four_chunks_however_they_finish_and_the_last_is_what_is_left() -> None:
+async def test_rows_are_scored_in_at_most_four_chunks() -> None:
     """Of 9 rows that finish one by one: 3, 3 and 3; of 10 in twos: 4, 4 and 2."""
     for rows, at_once, chunks in ((9, 1, [3, 3, 3]), (10, 2, [4, 4, 2]), (4, 4, [4])):
         scored = []
@@ -80,7 +80,7 @@ async def test_rows_are_scored_in_four_chunks_however_they_finish_and_the_last_i
         assert scored == chunks
 
 
-async def test_the_far_end_stops_generating_when_what_it_sent_is_refused() -> None:
+async def test_a_refused_row_stops_the_generation_at_the_far_end() -> None:
     closed = False
 
     async def generates() -> AsyncIterator[DataProto]:
@@ -110,7 +110,7 @@ async def test_every_row_comes_exactly_once_or_the_step_fails(parts: list[DataPr
         await collect(stream(*parts), THREE, as_it_is)
 
 
-async def test_the_first_error_is_raised_and_the_other_calls_are_cancelled() -> None:
+async def test_the_first_error_is_raised_and_cancels_the_other_calls() -> None:
     cancelled = []
 
     async def waits() -> None:
@@ -140,6 +140,6 @@ def test_seeds_are_a_function_of_seed_step_position_and_sample() -> None:
     assert [seed for i, seed in enumerate(seeds(n=3)) if i % 3 < 2] == seeds(n=2)
 
 
-def test_a_prompts_seeds_are_the_same_in_whatever_part_of_the_step_it_comes() -> None:
+def test_a_prompts_seeds_do_not_depend_on_its_part_of_the_step() -> None:
     parts = [fan_out(THREE[:1], 2, 1, 0), fan_out(THREE[1:], 2, 1, 0, first=1)]
     assert DataProto.concat(parts)["seeds"].tolist() == fan_out(THREE, 2, 1, 0)["seeds"].tolist()

@@ -17,7 +17,7 @@ from rolemesh.errors import InvalidConfig, ModelNotFound, NotPermitted, Rolemesh
 from rolemesh.services.controller.main import checked_run, control, warn_of_no_checkpoint
 from rolemesh.services.controller.main import train as train_over_grpc
 from rolemesh.services.controller.run.run_dir import held, read_metrics
-from rolemesh.services.controller.service.server import serving
+from rolemesh.services.controller.service.controller_server import serving
 from rolemesh.services.controller.service.status import RunStatus
 
 LOCAL = "127.0.0.1:0"
@@ -33,9 +33,8 @@ def without_weights(model: Path, to: Path) -> Path:
 
 
 @pytest.mark.usefixtures("differing_jobs")  # the roles' model is in another directory
-async def test_a_controller_has_the_policys_tokenizer_and_configuration_and_no_weights(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_a_controller_needs_no_weights_of_the_policy(tiny_model: Path, tmp_path: Path) -> None:
+    """Its tokenizer and its configuration are enough."""
     job = small_job(tmp_path, tiny_model, "run", *OVERRIDES)
     bare = without_weights(tiny_model, tmp_path / "bare")
     own = small_job(tmp_path, bare, "run", *OVERRIDES)
@@ -60,7 +59,7 @@ async def test_a_second_controller_ends_with_its_first_call(tiny_model: Path, tm
             assert not list(second.run_dir.glob("global_step_*"))
 
 
-async def test_a_trial_leaves_its_files_elsewhere_and_changes_no_bit_of_the_run_after_it(
+async def test_a_trial_changes_no_bit_of_the_run_after_it(
     tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As `helm test` does. Its run directory is another, and it begins a term in the roles' own.
@@ -107,7 +106,7 @@ def test_a_run_that_trains_and_saves_nothing_is_warned_of(
 
 
 @pytest.mark.parametrize(("warmup", "warned"), [(2, False), (3, True), (4, True)])
-async def test_a_run_whose_steps_are_all_the_critics_warm_up_is_warned_of(
+async def test_a_run_that_is_all_critic_warmup_is_warned_of(
     warmup: int, warned: bool, tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And no trial of such a job, which makes fewer steps than the run."""
@@ -117,16 +116,14 @@ async def test_a_run_whose_steps_are_all_the_critics_warm_up_is_warned_of(
         for roles_of in (None, tmp_path / "run"):
             caplog.clear()
             with pytest.raises(InvalidConfig, match="no address was given"):
-                await train_over_grpc(run, {}, server, None, roles_of)
+                await train_over_grpc(run, {}, server, None, roles_of=roles_of)
             words = (
                 f"trainer.critic_warmup is {warmup}, and the run has 3 steps, so none of them trains the actor"
             )
             assert (words in caplog.text) is (warned and roles_of is None)
 
 
-async def test_an_unknown_vocabulary_of_the_policy_is_an_error_before_any_role_is_called(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_an_unknown_vocabulary_fails_before_any_role_is_called(tiny_model: Path, tmp_path: Path) -> None:
     bare = without_weights(tiny_model, tmp_path / "bare")
     job = small_job(tmp_path, bare, "run", *OVERRIDES)
     (bare / "config.json").write_text(json.dumps({"model_type": "no such model"}))

@@ -25,8 +25,8 @@ from rolemesh.rpc.calling.clients import RewardClient
 from rolemesh.rpc.calling.pending import PendingRows
 from rolemesh.rpc.serving.server import serve_metrics
 from rolemesh.services.controller.main import control
-from rolemesh.services.controller.service.load import Load
-from rolemesh.services.controller.service.server import ControllerServer, serving
+from rolemesh.services.controller.service.controller_server import ControllerServer, serving
+from rolemesh.services.controller.service.role_load import Load
 from rolemesh.services.controller.service.status import RunStatus, State
 from rolemesh.telemetry.metrics import CONTROLLER as METRICS
 from rolemesh.v1 import controller_pb2, controller_pb2_grpc
@@ -69,7 +69,7 @@ def test_load_is_the_mean_of_pending_rows_weighted_by_time() -> None:
     assert load.mean() == (5 * 256 + 5 * 128 + 2.5 * 256) / 60
 
 
-def test_load_is_that_of_the_last_three_steps_and_the_running_one() -> None:
+def test_load_covers_the_last_three_steps_and_the_running_one() -> None:
     clock = Clock()
     pending = PendingRows(clock)
     load = Load(pending, clock)
@@ -141,7 +141,7 @@ async def test_a_role_that_a_run_waits_for_has_load(tiny_model: Path, tmp_path: 
         waiting.cancel()
 
 
-async def test_the_load_is_read_over_plain_http_though_calls_are_encrypted(tmp_path: Path) -> None:
+async def test_load_is_read_over_plain_http_though_calls_are_encrypted(tmp_path: Path) -> None:
     """As KEDA reads it, which has no keys of the job."""
     tls.use_keys(swap(tmp_path / "keys", Authority().keys("job", "controller", "operator")), "controller")
     async with serving(RunStatus("job"), ["reward"], "127.0.0.1:0") as server:
@@ -156,9 +156,9 @@ async def test_the_load_is_read_over_plain_http_though_calls_are_encrypted(tmp_p
                 await controller.GetStatus(controller_pb2.GetStatusRequest())
 
 
-def test_the_controllers_server_is_imported_without_the_models_libraries() -> None:
+def test_the_controller_server_imports_no_model_libraries() -> None:
     """They take seconds, in which it is to answer."""
-    server = "rolemesh.services.controller.service.server"
+    server = "rolemesh.services.controller.service.controller_server"
     program = f"import sys, {server}; print(sys.modules.keys() & {{'torch', 'transformers'}})"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "set()"
@@ -172,19 +172,18 @@ from rolemesh.config.job import make_job
 from rolemesh.services.controller.main import new_run
 from rolemesh.services.processes.serve import load_role
 from rolemesh.weights.store import WeightStore
-from rolemesh.workers.seat import Seat
+from rolemesh.workers.worker_context import WorkerContext
 
 job = make_job(json.loads(sys.argv[1]))
 run = new_run(job)
-worker, _ = load_role("reward", job, WeightStore(), Seat.of(job, "reward"))
+worker, _ = load_role("reward", job, WeightStore(), WorkerContext.of(job, "reward"))
 print(json.dumps(sorted({"peft", "matplotlib", "rolemesh.services.reward.model_scorer"} & sys.modules.keys())))
 worker.close()
 """
 
 
-def test_the_controller_and_a_rule_based_reward_import_no_adapters_curves_or_scorers(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_rule_based_job_imports_no_adapters_curves_or_scorers(tiny_model: Path, tmp_path: Path) -> None:
+    """Neither in the controller nor in the reward role."""
     job = small_job(tmp_path, tiny_model, "run").model_dump(mode="json")
     del job["reward"]["custom_reward_function"]
     job["data"]["reward_fn_key"] = "ability"  # it holds "math", of which there is a rule

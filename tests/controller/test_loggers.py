@@ -109,7 +109,7 @@ ODD = {
 }
 
 
-def test_a_name_at_mlflow_follows_from_the_metric_alone_and_no_two_are_the_same() -> None:
+def test_mlflow_names_depend_on_the_metric_alone_and_are_unique() -> None:
     """So it is the same in whatever order metrics come, and after a resume. `@` alone costs no digest."""
     for name, given in ODD.items():
         assert given in (None, mlflow_name(name))
@@ -156,7 +156,7 @@ async def test_any_name_arrives_and_a_bad_value_costs_no_other(
             assert found[given] == values[name]
 
 
-async def test_a_logger_that_cannot_be_closed_changes_no_runs_end_and_keeps_no_other_open(
+async def test_a_failing_close_changes_no_runs_end_and_no_other_logger(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As on a full disk, or without its server."""
@@ -195,7 +195,7 @@ def wandb_records(file: Path) -> Iterator[bytes]:
             parts = b""
 
 
-async def test_wandb_offline_reads_back_any_name_and_a_bad_value_costs_no_other(
+async def test_wandb_offline_keeps_any_name_despite_a_bad_value(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And after a crash the console says which steps are old."""
@@ -268,7 +268,7 @@ async def test_prometheus_shows_the_last_step_and_the_last_validation(tmp_path: 
     assert shown == [0.5, None, 0.5]
 
 
-async def test_a_run_that_goes_on_in_this_process_shows_no_metric_of_before(tmp_path: Path) -> None:
+async def test_a_run_continued_in_process_shows_no_earlier_metric(tmp_path: Path) -> None:
     """Its roles were started anew after a step with a checkpoint."""
     saved = {SCORE: 0.25, "timing_s/save_checkpoint": 60.0, "val-core/digits/acc/mean@1": 0.5}
     for step, metrics in enumerate((saved, {SCORE: 0.5}), start=1):
@@ -315,7 +315,7 @@ async def test_a_missing_library_names_the_extra_that_brings_it(
         await write_three_steps(job_with(tmp_path / "run", "wandb"))
 
 
-async def test_a_logger_that_cannot_begin_is_an_error_that_says_the_way_out(
+async def test_a_logger_that_cannot_begin_says_the_way_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nosuch://server")
@@ -326,7 +326,7 @@ async def test_a_logger_that_cannot_begin_is_an_error_that_says_the_way_out(
 # --------------------------------------------------------------------------------- metrics.jsonl
 
 
-def test_a_resumed_metrics_file_holds_every_step_once_and_no_torn_line(tmp_path: Path) -> None:
+def test_resumed_metrics_hold_every_step_once_and_no_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     first = MetricsFile(path, None)
     for step in (1, 2, 3):
@@ -340,7 +340,7 @@ def test_a_resumed_metrics_file_holds_every_step_once_and_no_torn_line(tmp_path:
     assert [(r["training/global_step"], r[SCORE]) for r in read_metrics(path)] == [(1, 0.1), (2, 0.2), (3, 0.9)]
 
 
-def test_a_new_run_keeps_the_metrics_of_the_old_one_beside_its_own(tmp_path: Path) -> None:
+def test_a_new_run_keeps_the_old_metrics_beside_its_own(tmp_path: Path) -> None:
     for score in (0.1, 0.2):
         file = MetricsFile(tmp_path / "metrics.jsonl", None)
         file.log(1, {SCORE: score})
@@ -350,7 +350,8 @@ def test_a_new_run_keeps_the_metrics_of_the_old_one_beside_its_own(tmp_path: Pat
     assert read_metrics(tmp_path / "metrics.jsonl")[0][SCORE] == 0.2
 
 
-def test_a_run_that_only_validates_appends_to_the_metrics_of_a_run_without_checkpoints(tmp_path: Path) -> None:
+def test_val_only_appends_to_the_metrics_of_an_earlier_run(tmp_path: Path) -> None:
+    """Also where that run has no checkpoint."""
     path = tmp_path / "metrics.jsonl"
     for makes_steps, step in ((True, 100), (False, 0)):
         file = MetricsFile(path, None, makes_steps)

@@ -25,7 +25,7 @@ from rolemesh.services.controller.display.summary import accuracy_by_step
 from rolemesh.services.controller.run.checkpoints import Checkpoints, ControllerState
 from rolemesh.services.controller.run.stopwatch import Stopwatch
 from rolemesh.services.controller.service.status import RunStatus, State
-from rolemesh.services.controller.stages.advantages import apply_kl_penalty, compute_advantages
+from rolemesh.services.controller.stages.advantage_estimation import apply_kl_penalty, compute_advantages
 from rolemesh.services.controller.stages.batch_metrics import batch_metrics, staleness_metrics, throughput
 from rolemesh.services.controller.stages.validation import validation_metrics
 from rolemesh.telemetry.metrics import CONTROLLER, STEP_ENDED
@@ -48,7 +48,7 @@ def scored() -> DataProto:
     )
 
 
-def test_a_token_loses_beta_times_its_kl_and_the_mean_is_over_rows() -> None:
+def test_a_token_loses_beta_times_its_kl_averaged_over_rows() -> None:
     job = make_job({"algorithm": {"use_kl_in_reward": True}})
     batch, metrics = apply_kl_penalty(scored(), job, 0.1)
     torch.testing.assert_close(batch["token_level_rewards"], tensor([[0.0, -0.1, 0.8], [0.3, 0.0, 0.0]]))
@@ -92,7 +92,7 @@ def test_metrics_of_a_batch_are_over_sampled_tokens() -> None:
     assert {key: metrics[key] for key in expected} == expected
 
 
-def test_throughput_is_of_the_job_on_a_cpu_and_of_each_device_on_gpus() -> None:
+def test_throughput_is_per_job_on_cpu_and_per_device_on_gpus() -> None:
     job = make_job({"placement": {"strategy": "hybrid", "ranks": {"policy": 3}}})  # and one for the critic
     tokens = {"perf/total_num_tokens": 120.0}
     assert throughput(tokens, job, 2.0) == 60
@@ -100,7 +100,7 @@ def test_throughput_is_of_the_job_on_a_cpu_and_of_each_device_on_gpus() -> None:
         assert throughput(tokens | {f"perf/max_memory_allocated_gb{suffix}": 3.0}, job, 2.0) == 15
 
 
-def test_the_spread_over_sampled_tokens_and_what_the_critic_explains_by_hand() -> None:
+def test_advantage_spread_and_explained_variance_by_hand() -> None:
     """Returns 1, 2, 3 and 6 have the variance 14/3; what the values leave, 0, 1, 1 and 2, has 2/3."""
     batch, _ = apply_kl_penalty(scored(), make_job({}), 0.0)
     batch["returns"] = tensor([[1.0, 2.0, 3.0], [6.0, 99.0, -99.0]])
@@ -116,7 +116,7 @@ def test_the_spread_over_sampled_tokens_and_what_the_critic_explains_by_hand() -
     assert {key: metrics[key] for key in expected} == pytest.approx(expected)
 
 
-def test_rewards_of_turns_are_means_over_the_rows_that_have_the_turn() -> None:
+def test_turn_rewards_average_the_rows_that_have_the_turn() -> None:
     batch, _ = apply_kl_penalty(scored(), make_job({}), 0.0)
     batch["returns"] = batch["advantages"] = tensor([[1.0, 2.0, 3.0], [6.0, 99.0, -99.0]])
     batch["turns"] = tensor([[1, -2, 2], [1, 0, 0]])
@@ -177,7 +177,7 @@ def test_of_a_batch_without_a_sampled_token_there_is_no_spread() -> None:
     assert not [name for name in metrics if "advantages" in name or "values" in name or "explained" in name]
 
 
-def test_staleness_counts_versions_behind_the_newest_over_sampled_tokens() -> None:
+def test_staleness_counts_versions_over_sampled_tokens() -> None:
     """The step began with version 7. Its tokens are 2, 1 and 0 steps behind; and 1."""
     batch = DataProto({"response_mask": MASK, "weight_versions": tensor([[5, 6, 7], [6, -1, -1]])})
     assert staleness_metrics(batch, newest=7) == {
@@ -188,7 +188,7 @@ def test_staleness_counts_versions_behind_the_newest_over_sampled_tokens() -> No
     }
 
 
-def test_a_row_that_the_first_weights_made_is_not_mixed_for_its_padding() -> None:
+def test_a_row_of_the_first_weights_is_not_mixed_by_its_padding() -> None:
     batch = DataProto({"response_mask": MASK, "weight_versions": torch.where(MASK, 0, -1)})
     assert staleness_metrics(batch, newest=7)["rollout/mixed_rows"] == 0.0
 
@@ -207,7 +207,7 @@ def test_validation_is_reported_for_each_data_source() -> None:
     }
 
 
-def test_the_accuracy_shown_is_the_mean_of_single_answers_over_data_sources() -> None:
+def test_shown_accuracy_is_of_single_answers_over_data_sources() -> None:
     """The best of several and whether one of them is right have names of their own."""
     record = {"training/global_step": 3.0} | dict.fromkeys(
         ("val-core/x/acc/best@4/mean", "val-core/x/acc/pass@4"), 1.0
@@ -220,7 +220,7 @@ def test_the_accuracy_shown_is_the_mean_of_single_answers_over_data_sources() ->
     assert accuracy_by_step([record, {"training/global_step": 4.0}]) == [(3, 0.375)]
 
 
-def test_the_live_line_has_the_newest_value_of_each_metric_and_needs_no_earlier_record() -> None:
+def test_the_live_line_shows_the_newest_value_of_each_metric() -> None:
     """It is made anew at each change of phase, so it must not take longer the longer a run is."""
     status = RunStatus("run")
     status.set(state=State.RUNNING, phase="gen")
@@ -246,7 +246,7 @@ def test_calls_of_one_phase_that_overlap_are_counted_once() -> None:
     assert watch.take() == {}
 
 
-async def test_a_paused_run_begins_no_step_until_it_is_resumed_or_stopped() -> None:
+async def test_a_paused_run_begins_no_step_until_resumed_or_stopped() -> None:
     status = RunStatus("run")
     status.set(state=State.RUNNING)
     status.pause()
@@ -265,7 +265,7 @@ async def test_a_paused_run_begins_no_step_until_it_is_resumed_or_stopped() -> N
     assert not await status.may_begin()
 
 
-def test_latest_that_names_what_is_not_there_is_an_error_with_the_way_out(tmp_path: Path) -> None:
+def test_a_dangling_latest_is_an_error_with_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "global_step_3").mkdir()
     (tmp_path / "latest").write_text("global_step_5\n")
     with pytest.raises(
@@ -274,7 +274,7 @@ def test_latest_that_names_what_is_not_there_is_an_error_with_the_way_out(tmp_pa
         Checkpoints(tmp_path).latest()
 
 
-def test_a_checkpoint_that_was_to_be_replaced_comes_back_where_the_run_was_killed_in_between(
+def test_a_checkpoint_is_restored_if_its_replacement_was_killed(
     tmp_path: Path,
 ) -> None:
     for name in ("global_step_3", "global_step_5.old.partial", "global_step_5.partial"):
@@ -286,7 +286,7 @@ def test_a_checkpoint_that_was_to_be_replaced_comes_back_where_the_run_was_kille
     assert checkpoints.steps() == [3, 5]
 
 
-async def test_a_role_lost_while_a_checkpoint_is_written_is_role_unavailable(tmp_path: Path) -> None:
+async def test_a_role_lost_during_a_checkpoint_is_role_unavailable(tmp_path: Path) -> None:
     """RoleUnavailable is an OSError: it must not become a matter of the disk."""
     job, nobody = make_job({}), ["127.0.0.1:1"]
     async with ActorClient(nobody, methods(job), patience_s=0.2) as actor:
@@ -323,7 +323,7 @@ def test_two_curves_that_are_the_same_can_both_be_seen(num_steps: int, tmp_path:
     assert of_score > of_less_kl / 10
 
 
-def test_the_curves_of_a_job_with_agents_have_turns_calls_and_the_environments_rewards() -> None:
+def test_agent_jobs_have_curves_of_turns_calls_and_rewards() -> None:
     rows = [(1, 1.5, 0.25, 0.0, 0.5), (2, 2.0, 1.0, 0.25, 0.75)]
     names = ("training/global_step", *(f"conversation/{name}/mean" for name in
              ("turns", "tool_calls", "tool_errors", "reward")))  # fmt: skip
@@ -340,7 +340,7 @@ def test_the_curves_of_a_job_with_agents_have_turns_calls_and_the_environments_r
     ]
 
 
-def test_curves_show_names_as_they_are_and_what_cannot_be_drawn_is_a_warning(
+def test_curves_show_names_as_they_are_and_failures_only_warn(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two $ enclose a formula for matplotlib, here one that it cannot read."""

@@ -22,7 +22,12 @@ from rolemesh.errors import InvalidConfig, InvalidData, RolemeshError
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.services.controller.offline.evaluation import Evaluation, evaluate
 from rolemesh.services.controller.offline.generation import generate
-from rolemesh.services.controller.offline.given import check_output, check_role, read_given, settings_of
+from rolemesh.services.controller.offline.generation_input import (
+    check_output,
+    check_role,
+    read_input_rows,
+    settings_of,
+)
 from rolemesh.services.controller.offline.parts import Parts
 from rolemesh.services.controller.offline.responses import ResponseRows
 from rolemesh.services.controller.run.run_dir import held
@@ -49,7 +54,7 @@ async def generated(directory: Path, model: Path, prompts: Path, output: Path, *
     job = small_job(directory, model, "run", f"data.val_files={prompts}", *overrides)
     tokenizer = load_tokenizer(job.actor.model)
     data = PromptDataset(job.data.val_files, job.data, tokenizer, split="val", scored=False)
-    given = read_given(job, data, log_probs=False)
+    given = read_input_rows(job, data, log_probs=False)
     parts = Parts(output, settings_of(job, data), len(data), job.data.val_batch_size or 64, log_probs=False)
     parts.folder.mkdir(exist_ok=True)
     parts.begin()
@@ -125,9 +130,9 @@ def test_parts_of_other_settings_are_refused_by_their_keys(tmp_path: Path) -> No
         parts({"a": 1, "b": 2}, 3).begin()
 
 
-async def test_settings_tell_other_prompts_and_weights_but_not_replicas(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_settings_differ_by_prompts_and_keys_not_by_replicas(tiny_model: Path, tmp_path: Path) -> None:
+    """The keys that change the answers: those of sampling and of how the weights are applied."""
+
     def settings(*overrides: str) -> dict[str, Any]:
         job = small_job(tmp_path, tiny_model, "run", *overrides)
         data = PromptDataset(
@@ -165,9 +170,7 @@ async def test_text_of_other_origin_is_scored_as_it_is(tiny_model: Path, tmp_pat
     assert found.metrics["val-core/digits/acc/mean@4"] == (3 + 100 + 0 + 1) / 8 / 4
 
 
-async def test_a_generation_and_an_evaluation_say_how_many_rows_they_leave_out(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_generate_and_evaluate_report_the_rows_they_leave_out(tiny_model: Path, tmp_path: Path) -> None:
     """Three of five rows are chosen, and the prompt of one of these is too long to be generated from."""
     long = {**ROW, "prompt": [{"role": "user", "content": "1" * 60}]}
     file = file_of(tmp_path / "in.parquet", *({**row, "responses": ["2"]} for row in (long, *[ROW] * 4)))
@@ -193,9 +196,7 @@ OVERLONG = (
 SAMPLED = ("rollout.val_kwargs.n=2", "rollout.val_kwargs.do_sample=true")
 
 
-async def test_the_penalty_of_long_responses_counts_the_tokens_that_were_sampled(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_the_overlong_penalty_counts_sampled_tokens(tiny_model: Path, tmp_path: Path) -> None:
     """Without ids, those of the text and one more, by which it ends. The penalty grows from 4 tokens to 8."""
     tokenizer = load_tokenizer(small_job(tmp_path, tiny_model, "run").actor.model)
     ids = tokenizer("abcde", add_special_tokens=False)["input_ids"]

@@ -40,7 +40,7 @@ def test_one_waits_until_another_has_prepared_and_says_so(
             assert len(caplog.records) == 1
 
 
-def test_a_lock_that_another_user_has_made_is_taken_and_those_of_the_group_may_write_it() -> None:
+def test_a_lock_of_another_user_is_taken_and_is_group_writable() -> None:
     """As of two releases with users of their own on one claim."""
     with TemporaryDirectory() as folder:
         file = Path(folder, "lock")

@@ -29,7 +29,7 @@ def counting(directory: Path) -> Attempts:
     return Attempts(directory, LIMIT, file=directory / "counts.json", failing="could not be prepared")
 
 
-async def test_what_exists_is_not_made_again_and_a_success_forgets_failures(tmp_path: Path) -> None:
+async def test_an_existing_result_is_kept_and_success_resets_failures(tmp_path: Path) -> None:
     made = tmp_path / "made"
     with pytest.raises(NotPrepared, match="`sh -c 'exit 7'` ended with status 7") as failed:
         await prepare(FAILS, made, counting(tmp_path))
@@ -93,7 +93,7 @@ async def test_a_run_that_cannot_be_prepared_scales_its_roles_down(
         (None, 0o755, "it is a directory", "write the program in it"),
     ],
 )
-async def test_a_command_that_no_retry_can_start_is_wrong_configuration(
+async def test_a_command_that_can_never_start_is_wrong_configuration(
     content: str | None, mode: int, why: str, instead: str, tmp_path: Path
 ) -> None:
     """The message names the step and says what to write, and the failure is not counted."""
@@ -111,7 +111,7 @@ async def test_a_command_that_no_retry_can_start_is_wrong_configuration(
     assert '"starts": 0' in (tmp_path / "counts.json").read_text()
 
 
-async def test_what_is_in_path_and_cannot_be_executed_is_named_with_its_folder(
+async def test_a_non_executable_in_path_is_named_with_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A shell would not look for a script's name in PATH."""
@@ -130,7 +130,7 @@ async def test_what_is_in_path_and_cannot_be_executed_is_named_with_its_folder(
     ]
 
 
-async def test_a_pod_that_is_evicted_ends_its_command_and_counts_nothing(tmp_path: Path) -> None:
+async def test_an_evicted_pod_ends_its_command_and_counts_nothing(tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     os.mkfifo(begun)
 

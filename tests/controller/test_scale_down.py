@@ -27,9 +27,9 @@ from rolemesh.services.controller.main import Addresses, control
 from rolemesh.services.controller.run.attempts import FILE, NoProgress
 from rolemesh.services.controller.run.run_dir import held
 from rolemesh.services.controller.scale_down import PAUSED, REPLICAS, Workload, workloads
-from rolemesh.services.controller.service.server import serving
+from rolemesh.services.controller.service.controller_server import serving
 from rolemesh.services.controller.service.status import RunStatus
-from rolemesh.services.controller.starting import starting
+from rolemesh.services.controller.start_guard import start_guard
 
 LOCAL = "127.0.0.1:0"
 OVERRIDES = (
@@ -103,7 +103,7 @@ def of_values(wanted: int, *, now: int) -> Any:
     return {"metadata": {"annotations": {REPLICAS: str(wanted)}}, "spec": {"replicas": now}}
 
 
-async def test_replicas_that_somebody_has_added_are_kept_and_a_workload_that_is_missing_is_logged(
+async def test_scale_up_keeps_added_replicas_and_logs_absent_workloads(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with api_server(tmp_path) as api:
@@ -121,7 +121,7 @@ async def test_replicas_that_somebody_has_added_are_kept_and_a_workload_that_is_
     assert "could not scale up deployment d: invalid literal" in caplog.text
 
 
-async def test_a_start_scales_up_what_it_can_and_waits_for_no_kind_that_gets_no_answer(
+async def test_a_start_scales_up_what_it_can_without_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A start without its pods fails, and the next one tries again. After a run nobody would."""
@@ -138,7 +138,7 @@ async def test_a_start_scales_up_what_it_can_and_waits_for_no_kind_that_gets_no_
     assert "could not scale up scaledobject job-reward: 500: failed calling webhook" in caplog.text
 
 
-async def test_whatever_keeps_pods_from_being_scaled_down_is_only_logged(
+async def test_failures_to_scale_down_are_only_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(scale_down, "PATIENCE_S", 0.05)
@@ -160,7 +160,7 @@ async def test_whatever_keeps_pods_from_being_scaled_down_is_only_logged(
         assert re.match(f"could not scale down deployment a: {reason}", message)
 
 
-async def test_while_the_api_server_is_away_after_a_run_the_controller_waits_for_it(
+async def test_scaling_down_waits_while_the_api_server_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nobody else would scale down: the Job is then complete."""
@@ -178,9 +178,10 @@ async def test_while_the_api_server_is_away_after_a_run_the_controller_waits_for
     assert said[12:] == ["scaled down deployment a"]
 
 
-async def test_a_ray_cluster_is_suspended_and_goes_on_and_one_that_is_suspended_is_not_waited_for(
+async def test_a_ray_cluster_is_suspended_and_resumed(
     tmp_path: Path,
 ) -> None:
+    """A cluster that is still suspended is refused, and not waited for."""
     cluster, path = workloads(["raycluster/job-actor"]), "/apis/ray.io/v1/namespaces/here/rayclusters/job-actor"
     async with api_server(tmp_path) as api:
         scaling = asyncio.create_task(scale_down.scale_down(cluster, api.cluster))
@@ -206,7 +207,7 @@ async def test_a_ray_cluster_is_suspended_and_goes_on_and_one_that_is_suspended_
                 await asking
 
 
-async def test_a_run_that_has_ended_leaves_no_pod_and_a_refusal_does_not_fail_it(
+async def test_an_ended_run_leaves_no_pod_and_survives_a_refusal(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(scale_down, "RETRY_S", 0.01)
@@ -253,7 +254,7 @@ class NoPods:
         await asyncio.Event().wait()
 
 
-async def test_a_run_that_failed_is_left_as_it_is_until_it_has_failed_too_often(
+async def test_a_failed_run_keeps_its_pods_until_its_last_attempt(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its controller is started again and needs the roles. Starts that wait for nodes are not counted."""
@@ -278,7 +279,7 @@ async def test_a_run_that_failed_is_left_as_it_is_until_it_has_failed_too_often(
         assert api.requests.empty()
 
         async def the_last_one() -> None:
-            with starting(tmp_path / "starts.json", 1, scaled_down=left) as begins:
+            with start_guard(tmp_path / "starts.json", 1, scaled_down=left) as begins:
                 # Nothing asks whether the needed one has pods: how the run ended matters more.
                 await controlled(job, nobody, scaled_down=left, needed=left, **limit, begun=begins)
 
@@ -312,9 +313,7 @@ async def test_wrong_configuration_leaves_no_pod_either(
             await run
 
 
-async def test_a_signal_while_the_run_takes_over_the_count_is_no_attempt(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_a_signal_while_the_run_takes_over_counts_no_attempt(tiny_model: Path, tmp_path: Path) -> None:
     job = small_job(tmp_path, tiny_model, "run", *OVERRIDES, "data.val_files=absent.parquet")
     files = [tmp_path / "starts.json", job.run_dir / FILE]
     found: list[list[int]] = []
@@ -323,7 +322,7 @@ async def test_a_signal_while_the_run_takes_over_the_count_is_no_attempt(
         found.append([json.loads(file.read_text())["starts"] for file in files if file.exists()])
 
     async def start(*, is_taken: bool) -> None:
-        with starting(files[0], 1) as begins:
+        with start_guard(files[0], 1) as begins:
 
             def begun() -> None:
                 if is_taken:
@@ -385,9 +384,10 @@ async def test_outside_of_a_pod_nothing_can_be_scaled_down(tiny_model: Path, tmp
         await controlled(job, {}, scaled_down=workloads(["deployment/job-reward"]))
 
 
-async def test_a_controller_that_was_killed_before_it_scaled_down_does_it_though_no_role_is_left(
+async def test_a_controller_killed_before_scaling_down_does_it_later(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The next start finds the run at its end, and needs no role to scale down."""
     job = small_job(tmp_path, tiny_model, "run", *OVERRIDES, "trainer.save_freq=1")
     await train(job)
     nobody = {role: ["127.0.0.1:1"] for role in job.roles}

@@ -99,9 +99,10 @@ async def test_a_server_is_waited_for_while_the_event_loop_goes_on(
     assert "could not" not in caplog.text
 
 
-async def test_a_server_that_never_answers_costs_a_warning_and_no_other_logger_a_step(
+async def test_a_silent_server_costs_no_other_logger_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """It costs a warning, and gets no call after it was given up."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for library in ("mlflow", "torch.utils.tensorboard"):  # now, and not while the end of the run waits
@@ -126,7 +127,7 @@ async def test_a_server_that_never_answers_costs_a_warning_and_no_other_logger_a
     assert [(event.step, event.value) for event in events.Scalars(SCORE)] == [(2, 0.5), (3, 0.75)]
 
 
-async def test_a_resumed_run_does_not_need_a_logger_to_start_which_goes_on_trying(
+async def test_a_resumed_run_goes_on_while_a_logger_retries_its_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its steps so far would be lost for it. A new run has none to lose, and ends with the error."""
@@ -159,7 +160,7 @@ class Held:
         self.logged.append(-1)
 
 
-async def test_a_bounded_number_of_steps_waits_and_they_are_logged_in_order(
+async def test_waiting_steps_are_bounded_and_logged_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(own_thread, "MOST_WAITING", 2)

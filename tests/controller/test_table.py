@@ -48,7 +48,7 @@ def test_a_wide_terminal_has_every_column_under_its_heading() -> None:
     ]
 
 
-def test_a_step_of_six_digits_is_under_its_heading_and_no_line_wraps() -> None:
+def test_six_digit_steps_align_with_the_heading_and_do_not_wrap() -> None:
     out = io.StringIO()
     table = StepTable(PPO, Console(file=out, width=len(" step    score")))
     for step in (99_999, 100_000, 100_001):
@@ -81,7 +81,7 @@ def test_a_narrow_terminal_keeps_what_matters_most() -> None:
 @pytest.mark.parametrize(
     "numbers", [STEP, dict.fromkeys(STEP, -1.23456e120), dict.fromkeys(STEP, float("nan"))]
 )
-def test_no_line_is_wider_than_the_terminal_however_large_the_numbers(numbers: dict[str, float]) -> None:
+def test_no_line_is_wider_than_the_terminal_for_any_numbers(numbers: dict[str, float]) -> None:
     for width in range(14, 140):
         lines = printed(width, 2, numbers)
         assert max(map(len, lines)) <= width

@@ -28,7 +28,7 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, UpdateFailed
 from rolemesh.models.heads import ScoreModel
 from rolemesh.models.micro_batches import MicroBatches
-from rolemesh.models.packed.probe import remove_padding
+from rolemesh.models.packed.load_probe import remove_padding
 from rolemesh.models.sequence import token_values
 from rolemesh.services.critic.worker import CriticWorker, value_objective
 
@@ -148,7 +148,7 @@ async def test_an_update_moves_values_to_returns(tiny_model: Path) -> None:
     assert all(math.isfinite(value) for value in first.values())
 
 
-async def test_a_critic_makes_as_many_passes_in_as_new_orders_as_the_actor_unless_set(tiny_model: Path) -> None:
+async def test_a_critic_uses_the_actors_epochs_and_shuffle_unless_set(tiny_model: Path) -> None:
     """16 rows are two mini-batches. Two shuffled passes differ from two that are not."""
 
     async def trained(critic: dict[str, Any]) -> tuple[int, dict[str, torch.Tensor]]:

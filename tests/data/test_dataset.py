@@ -13,14 +13,14 @@ import torch
 
 from rolemesh.catalog.datasets import DATASETS
 from rolemesh.config.data import DataConfig
-from rolemesh.data import PromptDataset, PromptOrder, write_arithmetic, write_gsm8k
-from rolemesh.data.arithmetic import arithmetic_problems
+from rolemesh.data import PromptDataset, PromptOrder, write_gsm8k
+from rolemesh.data.converters.gsm8k_dataset import gsm8k_rows
 from rolemesh.data.order import permutation
 from rolemesh.data.parquet import write_rows
-from rolemesh.data.publishers.gsm8k import gsm8k_rows
-from rolemesh.data.source import GivenRows
+from rolemesh.data.row_source import GivenRows
 from rolemesh.errors import InvalidData
 from rolemesh.models.tiny import byte_tokenizer
+from rolemesh.services.command_line.arithmetic import arithmetic_problems, write_arithmetic
 
 GSM8K = Path(__file__).parents[1] / "fixtures" / "gsm8k"
 TOKENIZER = byte_tokenizer()
@@ -102,7 +102,7 @@ SEES = (
 )
 
 
-def test_no_column_has_keys_that_arrow_adds_from_other_rows_at_any_depth(tmp_path: Path) -> None:
+def test_no_column_has_keys_that_arrow_adds_from_other_rows(tmp_path: Path) -> None:
     """Two rows with tool calls of different arguments. A null in a list is a value, and stays."""
 
     def called(arguments: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def test_a_row_of_a_data_set_of_arrows_has_no_fill_ins_either() -> None:
     ]
 
 
-def test_the_digest_tells_other_data_template_and_tokenizer_and_nothing_else(tmp_path: Path) -> None:
+def test_the_digest_tells_only_data_template_and_tokenizer_apart(tmp_path: Path) -> None:
     def digest(rows: list[Any], name: str = "a", tokenizer: Any = TOKENIZER, **config: Any) -> str:
         file = write_rows(tmp_path / f"{name}.parquet", rows)
         return PromptDataset([file], DataConfig(max_prompt_length=64, **config), tokenizer).digest
@@ -327,7 +327,7 @@ def order(num_rows: int, batch_size: int, seed: int = 1, shuffle: bool = True) -
 @pytest.mark.parametrize(
     ("num_rows", "batch_size"), [(10, 4), (7, 7), (5, 4), (9, 3), (3, 2), (4, 1), (101, 13)]
 )
-def test_every_epoch_gives_every_row_and_no_batch_gives_one_twice(num_rows: int, batch_size: int) -> None:
+def test_every_epoch_has_every_row_and_no_batch_has_one_twice(num_rows: int, batch_size: int) -> None:
     epochs = batch_size  # whole batches fill exactly so many epochs
     prompts = order(num_rows, batch_size)
     batches = [prompts.rows(step) for step in range(1, prompts.total_steps(epochs) + 1)]
@@ -406,7 +406,7 @@ def test_gsm8k_rows_of_conversations_bring_what_verls_do(answered_by: str, broug
     assert row == {**plain, "agent_name": "tool_agent", "extra_info": {**plain["extra_info"], **brought}}
 
 
-def test_a_clone_of_gsm8ks_repository_is_converted_as_the_folder_in_it(tmp_path: Path) -> None:
+def test_a_clone_of_gsm8ks_repository_is_converted_as_its_folder(tmp_path: Path) -> None:
     (tmp_path / "grade_school_math").mkdir()
     (tmp_path / "grade_school_math" / "data").symlink_to(GSM8K)
     of_the_clone = write_gsm8k(tmp_path, tmp_path / "clone")
@@ -442,7 +442,7 @@ def test_no_gsm8k_file_is_an_error(tmp_path: Path) -> None:
         write_gsm8k(tmp_path, tmp_path / "out")
 
 
-def test_held_out_additions_are_not_in_the_training_rows_in_either_order(tmp_path: Path) -> None:
+def test_held_out_additions_are_not_trained_on_in_either_order(tmp_path: Path) -> None:
     train, val = arithmetic_problems(256, seed=3)
     assert len(val) == 256
     assert len(train) + len(val) == len({*train, *val}) == 8100

@@ -17,8 +17,8 @@ from parquet_rows import BYTES, LIMIT, dataset, row
 
 from rolemesh.config.data import DataConfig
 from rolemesh.data import PromptDataset, column_process, parquet
+from rolemesh.data.converters.gsm8k_dataset import gsm8k_rows
 from rolemesh.data.parquet import read_table, write_rows
-from rolemesh.data.publishers.gsm8k import gsm8k_rows
 from rolemesh.errors import InvalidData
 
 # -------------------------------------------------------------------------------------------- cells
@@ -34,7 +34,7 @@ CELLS = {
 
 
 @pytest.mark.parametrize("case", CELLS)
-def test_a_value_that_json_lacks_is_named_with_file_row_and_column(case: str, tmp_path: Path) -> None:
+def test_a_value_json_lacks_is_named_with_file_row_and_column(case: str, tmp_path: Path) -> None:
     cell, words = CELLS[case]
     file = write_rows(tmp_path / "a.parquet", [row(), row(extra_info=None), row(extra_info=cell)])
     with pytest.raises(InvalidData, match=r"a\.parquet, row 2: column 'extra_info' " + words) as error:
@@ -181,9 +181,8 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("case", BOMBS)
-def test_kilobytes_that_unpack_to_100_gigabytes_are_refused_by_name_and_never_unpacked(
-    case: str, tmp_path: Path
-) -> None:
+def test_kilobytes_that_unpack_to_100_gigabytes_are_refused(case: str, tmp_path: Path) -> None:
+    """The error names file and column, and nothing is unpacked."""
     file, column = tmp_path / "a.parquet", BOMBS[case]
     pq.write_table(pa.table({"reward_model": column}), file)
     assert file.stat().st_size < 2 << 20
@@ -205,7 +204,7 @@ def test_kilobytes_that_unpack_to_100_gigabytes_are_refused_by_name_and_never_un
         ("MAX_COLUMN_VALUES", [None] * 2_000_000),
     ],
 )
-def test_a_file_that_says_that_it_is_too_large_is_refused_before_it_is_unpacked(
+def test_a_file_that_declares_too_large_a_size_is_refused_unread(
     limit: str, cells: list[str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here of a lower limit. A column that is not read may be of any size."""
@@ -222,7 +221,7 @@ def test_a_file_that_says_that_it_is_too_large_is_refused_before_it_is_unpacked(
         assert len(read_table(file, ["small"])) == len(cells)
 
 
-def test_fixed_size_bytes_are_refused_before_equal_ones_are_unpacked(tmp_path: Path) -> None:
+def test_fixed_size_bytes_are_refused_before_they_are_unpacked(tmp_path: Path) -> None:
     """Arrow has no dictionaries of them: 2 KB were gigabytes."""
     file = tmp_path / "a.parquet"
     cells = pa.array([b"z" * (64 << 10)] * 512, pa.binary(64 << 10))
@@ -290,7 +289,7 @@ def delta_bomb(kind: str, number: int, size: int) -> pa.Array:
 
 
 @pytest.mark.parametrize("kind", ["text", "a dict's text", "one list"])
-def test_texts_that_share_their_beginnings_are_counted_whole_and_never_held(
+def test_texts_with_shared_prefixes_are_counted_whole_not_held(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here of a lower limit: 256 MiB in a file of kilobytes."""

@@ -16,7 +16,7 @@ from rolemesh.config import JobConfig
 from rolemesh.config.data import DataConfig
 from rolemesh.data import json_lines
 from rolemesh.data.dataset import PromptDataset
-from rolemesh.data.source import load_rows
+from rolemesh.data.row_source import load_rows
 from rolemesh.errors import InvalidData
 from rolemesh.models.loading import AutoTokenizer
 

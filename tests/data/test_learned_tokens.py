@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from rolemesh.config.data import DataConfig
 from rolemesh.data import PromptDataset
 from rolemesh.data.assistant import render, tokenised
-from rolemesh.data.messages import as_read
+from rolemesh.data.message_cells import as_read
 from rolemesh.data.pairs import PairDataset
 from rolemesh.data.supervised import SupervisedDataset
 from rolemesh.data.templates import writes_arguments_as_text
@@ -86,9 +86,8 @@ def file_with(directory: Path, *rows: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize("join", [" ", "\n"], ids=["a blank", "a line break"])
-def test_the_token_in_which_the_generation_prompt_joins_the_answer_is_learned(
-    join: str, tmp_path: Path
-) -> None:
+def test_a_token_joining_prompt_and_answer_is_learned(join: str, tmp_path: Path) -> None:
+    """It joins the generation prompt and the answer."""
     tokenizer = joining_tokenizer(join)
     assert learned(tokenizer, [ASK, SAYS]) == [f"{join}5<|im_end|>"]
     row = {"prompt": "2+3=", "chosen": "5", "rejected": "six"}
@@ -109,7 +108,7 @@ def test_a_next_role_that_ends_responses_is_learned_as_the_end(
     assert said in caplog.text
 
 
-def test_the_next_role_is_no_end_where_generation_does_not_stop_at_it() -> None:
+def test_the_next_role_is_no_end_if_generation_passes_it() -> None:
     tokenizer = tokenizer_with(NEXT_ROLE, "<|user|>", "<|assistant|>")
     assert learned(tokenizer, TALK) == ["5", "yes"]
 
@@ -130,13 +129,15 @@ def test_an_end_that_the_marks_leave_out_is_learned(tmp_path: Path, caplog: pyte
     assert "no token that ends" not in caplog.text
 
 
-def test_a_special_token_that_ends_the_marked_text_does_not_replace_the_end_after_it() -> None:
+def test_a_final_special_token_does_not_replace_the_end_token() -> None:
+    """The marked text ends with a special token, and the end of the turn follows it."""
     talk = [ASK, {"role": "assistant", "content": "<tool_call>add</tool_call>"}, ASK, SAYS]
     tokenizer = tokenizer_with(MARKS_WITHOUT_END, "<tool_call>", "</tool_call>")
     assert learned(tokenizer, talk) == ["<tool_call>add</tool_call><|im_end|>", "5<|im_end|>"]
 
 
-def test_an_answer_after_a_special_token_is_learned_though_no_token_ends_it() -> None:
+def test_an_answer_after_a_special_token_needs_no_end() -> None:
+    """It is learned, though no token ends it.|No token ends it."""
     tokenizer = tokenizer_with(NEXT_ROLE, "</think>")
     talk = [ASK, {"role": "assistant", "content": "so</think>5"}]
     assert learned(tokenizer, talk) == ["so</think>5"]
@@ -222,9 +223,8 @@ def test_arguments_that_are_no_mapping_are_named(tmp_path: Path, arguments: Any)
 
 
 @pytest.mark.parametrize("arguments", ["2 + 3", '{"a": ', "[1]", '{"t": "\\ud800"}'])
-def test_text_that_is_no_json_stays_as_it_is_where_the_template_takes_text(
-    tmp_path: Path, arguments: str
-) -> None:
+def test_text_that_is_no_json_stays_for_a_template_of_text(tmp_path: Path, arguments: str) -> None:
+    """The template takes arguments as text."""
     talk = [ASK, calling(arguments), {"role": "tool", "content": "5"}, SAYS]
     data = SupervisedDataset(
         [file_with(tmp_path, {"messages": talk})],
@@ -236,7 +236,8 @@ def test_text_that_is_no_json_stays_as_it_is_where_the_template_takes_text(
 
 
 @pytest.mark.parametrize("arguments", [5, "\ud800", {"t": "\ud800"}])
-def test_arguments_that_are_no_text_are_named_where_the_template_takes_text(arguments: Any) -> None:
+def test_arguments_that_are_no_text_are_named_if_text_is_due(arguments: Any) -> None:
+    """The template takes arguments as text."""
     with pytest.raises(InvalidData, match="arguments should be a mapping, or JSON text of one, without half"):
         as_read([calling(arguments)], arguments_as_text=True)
 

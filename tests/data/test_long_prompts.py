@@ -74,9 +74,10 @@ def test_a_prompt_of_20_mb_is_refused_and_left_out_unread(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("tokenizer", [BYTES, words_tokenizer()], ids=["bytes", "words"])
 @pytest.mark.parametrize("truncation", ["left", "right", "middle"])
-def test_a_long_prompt_is_truncated_to_the_tokens_that_all_of_it_would_have_kept(
+def test_a_long_prompt_keeps_the_tokens_the_whole_would_keep(
     tmp_path: Path, truncation: str, tokenizer: Any
 ) -> None:
+    """Truncating the text first changes no token that is kept."""
     text = " ".join(f"{k} apples, {k * k} pears and {k}é" for k in range(4000))
     assert len(text) > 10 * LIMIT * longest_token(tokenizer)
     file = write_rows(tmp_path / "a.parquet", [row(text)])
@@ -89,7 +90,7 @@ def test_a_long_prompt_is_truncated_to_the_tokens_that_all_of_it_would_have_kept
     assert ids(dataset(file, tokenizer, truncation=truncation)) == kept
 
 
-def test_a_prompt_of_exactly_as_many_tokens_as_may_be_is_never_refused(tmp_path: Path) -> None:
+def test_a_prompt_of_exactly_the_maximum_length_is_never_refused(tmp_path: Path) -> None:
     """However long: here each token is the longest that there is."""
     tokenizer = words_tokenizer()
     longest = max(tokenizer.get_vocab(), key=len)

@@ -56,7 +56,7 @@ def test_a_pair_is_a_row_of_two_contexts(tmp_path: Path, row: dict[str, Any]) ->
     assert turns.unique_consecutive().tolist() == [-1, 1, -2, 2, -3, 0]
 
 
-def test_earlier_turns_of_the_assistant_are_no_part_of_a_response(tmp_path: Path) -> None:
+def test_earlier_assistant_turns_are_no_part_of_a_response(tmp_path: Path) -> None:
     begun = [ASK, says("6"), {"role": "user", "content": "sure?"}]
     batch = dataset(tmp_path, [{"prompt": begun, "chosen": "5", "rejected": "6"}], max_length=256).batch([0])
     assert batch["response_mask"].sum() == 4  # a digit and the end of the turn, twice
@@ -64,7 +64,7 @@ def test_earlier_turns_of_the_assistant_are_no_part_of_a_response(tmp_path: Path
     assert byte_tokenizer().decode(tokens) == "5<|im_end|>6<|im_end|>"
 
 
-def test_the_prompt_of_whole_conversations_is_all_that_they_share(tmp_path: Path) -> None:
+def test_the_prompt_of_whole_conversations_is_all_they_share(tmp_path: Path) -> None:
     """Here a system message, the row's prompt and an answer to it."""
     shared = [{"role": "system", "content": "add"}, ASK, says("6"), {"role": "user", "content": "sure?"}]
     whole = {"chosen": [*shared, says("5")], "rejected": [*shared, says("6")]}
@@ -73,7 +73,7 @@ def test_the_prompt_of_whole_conversations_is_all_that_they_share(tmp_path: Path
     assert of_column.digest == alone.digest == dataset(tmp_path, [whole], max_length=512).digest
 
 
-def test_an_answer_that_repeats_the_prompt_is_no_whole_conversation(tmp_path: Path) -> None:
+def test_an_answer_repeating_the_prompt_is_no_whole_conversation(tmp_path: Path) -> None:
     answers = {"chosen": [says("?"), ASK, says("5")], "rejected": [says("?"), ASK, says("six")]}
     batch = dataset(tmp_path, [{"prompt": "2+3=", **answers}], max_length=256).batch([0])
     begin = batch["prompts"][0][batch["prompt_mask"][0]]
@@ -81,7 +81,7 @@ def test_an_answer_that_repeats_the_prompt_is_no_whole_conversation(tmp_path: Pa
     assert byte_tokenizer().decode([*begin, *context]) == PROMPT + "?<|im_end|>\n" + PROMPT + "5<|im_end|>\n"
 
 
-def test_a_prompt_that_conversations_do_not_share_may_be_left_unread(tmp_path: Path) -> None:
+def test_a_prompt_conversations_do_not_share_may_stay_unread(tmp_path: Path) -> None:
     row = {"prompt": "2+2=", "chosen": [ASK, says("5")], "rejected": [ASK, says("six")]}
     said = r"row 0: column 'prompt' is not in the messages .*set data\.prompt_key to a name that no column has"
     with pytest.raises(InvalidData, match=said):

@@ -43,9 +43,7 @@ def score(row: dict[str, Any], response: str) -> Any:
     return found["acc"] if isinstance(found, dict) else found
 
 
-def test_rows_of_math_have_the_content_of_the_last_box_as_ground_truth(
-    tmp_path: Path, tiny_model: Path
-) -> None:
+def test_math_rows_have_the_last_boxed_content_as_ground_truth(tmp_path: Path, tiny_model: Path) -> None:
     problem = {"level": "Level 1", "type": "Algebra"}
     for number, (question, solution) in {
         "10": ("What is $1/2+1$?", r"It is \fbox{1}? No: $\boxed{\dfrac{3}{2}}$."),
@@ -104,9 +102,8 @@ def test_pairs_of_hh_rlhf_share_their_dialogue(
 TESTS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 
 
-def test_rows_of_apps_have_their_tests_as_ground_truth_and_problems_without_tests_are_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_apps_rows_have_their_tests_as_ground_truth(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Problems without tests are left out."""
     folder = tmp_path / "APPS/test"
     written(folder / "0000/question.txt", "Add two numbers.")
     written(folder / "0000/input_output.json", json.dumps(TESTS))

@@ -163,9 +163,8 @@ def test_extra_info_that_is_no_mapping_is_refused_at_the_start(extra: Any, tmp_p
 
 
 @pytest.mark.parametrize("source", ["openai/gsm8k", "math", "math_dapo"])
-def test_verls_rules_refuse_a_blank_ground_truth_which_an_empty_answer_would_match(
-    source: str, tmp_path: Path
-) -> None:
+def test_verls_rules_refuse_a_blank_ground_truth(source: str, tmp_path: Path) -> None:
+    """An empty answer would match it."""
     file = written(tmp_path / "a.jsonl", [row("a", data_source=source, reward_model={"ground_truth": ""})])
     with pytest.raises(InvalidData, match=r"row 0: column 'reward_model' .*without blank text; it is ''"):
         dataset(file, reward=RewardConfig(rules="verl"))
@@ -221,7 +220,7 @@ def test_rows_that_no_step_sees_are_said_at_start(
     assert bool(said) == ("never seen" in caplog.text)
 
 
-def test_a_data_set_of_a_plug_in_needs_validation_rows_only_to_validate() -> None:
+def test_a_plugin_dataset_needs_validation_rows_only_to_validate() -> None:
     def rows(files: Any, config: Any, split: str) -> list[dict[str, Any]]:
         return [row("a")] if split == "train" else []
 
@@ -261,7 +260,7 @@ def test_extra_info_without_values_is_as_if_it_were_absent(empty: Any, tmp_path:
     assert batch["extra_info"].tolist() == [{"split": "train"}, {}]
 
 
-def test_rules_score_a_job_that_brings_neither_function_nor_manager() -> None:
+def test_rules_score_a_job_without_its_own_function_or_manager() -> None:
     assert make_job({}).reward.rules_score
     assert not make_job(OWN_FUNCTION).reward.rules_score
 
@@ -278,7 +277,7 @@ def test_rules_score_a_job_that_brings_neither_function_nor_manager() -> None:
         ({"prompt": [{"role": "user", "content": "b", "name": "Bo"}]}, True),  # the template does not write it
     ],
 )
-def test_what_can_change_a_reward_or_a_conversation_changes_the_digest(
+def test_what_affects_rewards_or_conversations_is_in_the_digest(
     columns: dict[str, Any], talks: bool, tmp_path: Path
 ) -> None:
     """While the prompts' tokens, of which earlier versions kept the digest, stay the same."""

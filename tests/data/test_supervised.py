@@ -87,7 +87,7 @@ def test_ids_and_learned_tokens_are_those_that_transformers_says(template: str) 
 
 
 @pytest.mark.parametrize("template", [MARKED, byte_tokenizer().chat_template], ids=["marked", "without marks"])
-def test_variables_of_the_template_are_in_the_text_and_the_digest(template: str, tmp_path: Path) -> None:
+def test_template_variables_are_in_the_text_and_the_digest(template: str, tmp_path: Path) -> None:
     tokenizer = tokenizer_with("{{ date_string }}" + template)
     file = write_rows(tmp_path / "rows.parquet", [{"messages": [USER, SAYS]}])
 
@@ -182,7 +182,7 @@ def test_a_row_without_what_is_needed_is_named(tmp_path: Path, row: dict[str, An
         dataset(tmp_path, [row])
 
 
-def test_a_template_that_refuses_a_conversation_is_named_with_the_row(tmp_path: Path) -> None:
+def test_a_template_that_refuses_a_conversation_names_the_row(tmp_path: Path) -> None:
     file = write_rows(tmp_path / "rows.parquet", [{"messages": [USER, SAYS]}])
     tokenizer = tokenizer_with("{{ raise_exception('no users here') }}")
     with pytest.raises(InvalidData, match=r"row 0: column 'messages' cannot be used: .*no users here"):

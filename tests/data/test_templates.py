@@ -40,7 +40,8 @@ def test_without_a_chat_template_the_error_names_the_key_for_one(
         data_with(tmp_path, None, **arguments)
 
 
-def test_a_jobs_own_template_is_the_tokenizers_and_is_saved_with_it(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_jobs_own_template_is_saved_with_the_tokenizer(tiny_model: Path, tmp_path: Path) -> None:
+    """The tokenizer uses it, too."""
     own = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     tokenizer = load_tokenizer(PolicyModelConfig(path=str(tiny_model), custom_chat_template=own))
     assert tokenizer.apply_chat_template(ROW["prompt"], tokenize=False) == "user: 2+3=\n"
@@ -61,9 +62,8 @@ def test_a_jobs_own_template_is_the_tokenizers_and_is_saved_with_it(tiny_model: 
     ],
     ids=["a product", "a width", "a filter", "doublings", "loops", "a text of megabytes"],
 )
-def test_a_template_without_bounds_is_refused_in_seconds_and_little_memory(
-    tmp_path: Path, template: str
-) -> None:
+def test_an_unbounded_template_is_refused_in_seconds(tmp_path: Path, template: str) -> None:
+    """And in little memory."""
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     with pytest.raises(InvalidData, match=r"needs more than 256 MiB of memory, 5 s .*custom_chat_template"):
         data_with(tmp_path, template)
@@ -71,9 +71,10 @@ def test_a_template_without_bounds_is_refused_in_seconds_and_little_memory(
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
 
 
-def test_a_template_that_no_processor_tried_in_time_is_not_blamed_and_is_tried_again(
+def test_a_template_that_was_not_tried_in_time_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """No processor was free to try it, so the error does not blame it."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{# in no other test #}{{ messages[0]['content'] }}"
     with monkeypatch.context() as patch:

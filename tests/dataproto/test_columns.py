@@ -57,7 +57,8 @@ def test_a_column_keeps_its_cells_as_they_are(cells: object, dtype: type):
 
 
 @pytest.mark.parametrize("dtype", ["?", "i1", "u2", "i4", "f2", "f4", "f8"])
-def test_an_array_of_several_axes_keeps_dtype_and_shape_through_every_operation(dtype: str):
+def test_an_array_of_several_axes_keeps_its_dtype_and_shape(dtype: str):
+    """Through every operation on a batch."""
     cells = np.arange(12).reshape(4, 3).astype(dtype)
     batch = DataProto.from_dict(non_tensors={"c": cells})
     for changed, rows in (
@@ -87,7 +88,7 @@ def test_an_array_of_several_axes_keeps_dtype_and_shape_through_every_operation(
         (torch.zeros(2, 2).to_sparse(), "sparse_coo"),
     ],
 )
-def test_nested_and_sparse_tensors_are_refused_when_the_batch_is_made(tensor: torch.Tensor, hint: str):
+def test_nested_and_sparse_tensors_are_refused_as_columns(tensor: torch.Tensor, hint: str):
     with pytest.raises(InvalidBatch, match=f"column 'ragged'.*{hint}"):
         DataProto.from_dict({"ragged": tensor})
     batch = DataProto.from_dict({"a": torch.zeros(2)})

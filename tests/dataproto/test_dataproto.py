@@ -74,7 +74,7 @@ def test_a_number_of_rows_is_a_count(num_rows: Any):
     assert len(DataProto(num_rows=0)) == 0
 
 
-def test_assignment_adds_or_replaces_a_column_of_the_right_length():
+def test_assignment_sets_a_column_of_the_right_length():
     batch = letters()
     batch["values"] = torch.ones(4, 2)
     batch["letter"] = ["w", "x", "y", "z"]
@@ -190,7 +190,7 @@ def test_make_iterator_goes_through_the_rows_once_an_epoch():
         list(letters("abcd").make_iterator(3, epochs=1))
 
 
-def test_make_iterator_shuffles_if_asked_and_with_a_seed_the_same_way_every_time():
+def test_make_iterator_shuffles_if_asked_and_repeats_with_a_seed():
     word = "abcdefgh"
 
     def parts(seed: int, **dataloader_kwargs: bool) -> list[str]:
@@ -267,7 +267,7 @@ def test_a_batch_comes_back_from_disk(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["batch.bin"]
 
 
-def test_a_truncated_file_is_refused_and_a_failed_save_keeps_the_last(tmp_path: Path):
+def test_a_failed_save_keeps_the_file_and_a_cut_file_is_refused(tmp_path: Path):
     path = tmp_path / "batch.bin"
     save_batch(letters("ab"), path)
     with pytest.raises(InvalidBatch, match="set"):
@@ -289,7 +289,7 @@ def assert_same(batch: DataProto, other: DataProto) -> None:
     assert [batch[name].dtype for name in batch.columns] == [other[name].dtype for name in other.columns]
 
 
-def test_a_tensordict_has_the_same_tensors_cells_and_meta_and_comes_back_equal():
+def test_a_tensordict_round_trip_keeps_tensors_cells_and_meta():
     batch = DataProto.from_dict(
         {"obs": torch.arange(6).reshape(3, 2), "half": torch.ones(3, dtype=torch.bfloat16)},
         {
@@ -309,7 +309,7 @@ def test_a_tensordict_has_the_same_tensors_cells_and_meta_and_comes_back_equal()
     assert_same(DataProto.from_tensordict(made[1:]), batch[1:])
 
 
-def test_a_tensordict_of_several_batch_axes_or_with_another_within_is_refused():
+def test_a_nested_or_multi_axis_tensordict_is_refused():
     tensordict = pytest.importorskip("tensordict")
     with pytest.raises(InvalidBatch, match="one batch axis"):
         DataProto.from_tensordict(tensordict.TensorDict({"a": torch.zeros(2, 3)}, batch_size=[2, 3]))

@@ -33,7 +33,7 @@ def test_union_merges_equal_duplicates():
     assert left.columns == ["a", "u"]
 
 
-def test_union_merges_cells_that_are_nan_or_arrays_and_meta_that_is_a_tensor():
+def test_union_merges_nan_cells_array_cells_and_tensor_meta():
     def batch(last: float = 2.0) -> DataProto:
         cells = [{"x": float("nan"), "y": [np.array([1.0, last])]}, None]
         return DataProto.from_dict(non_tensors={"c": cells}, meta_info={"t": torch.tensor([1.0, float("nan")])})
@@ -81,7 +81,7 @@ def test_concat_joins_rows_and_meta():
     assert joined.meta_info == {"step": 1, "lr": 2}
 
 
-def test_concat_gathers_metrics_by_name_in_the_order_of_the_batches():
+def test_concat_gathers_metrics_by_name_in_batch_order():
     parts = [
         letters("a", step=1, metrics={"loss": 1.0, "lr": 0.1}),
         letters("b", step=1, metrics=[{"loss": 2.0}, {"loss": 3.0}]),

@@ -55,7 +55,7 @@ def engine_of(vllm: RecordedVllm, strategy: str = "collocate") -> RecordedEngine
     return RecordedEngine(make_job(sections), vllm)
 
 
-async def test_it_sleeps_once_nothing_is_generated_and_generates_once_it_is_awake(vllm: RecordedVllm) -> None:
+async def test_vllm_sleeps_only_if_idle_and_generates_only_if_awake(vllm: RecordedVllm) -> None:
     engine = engine_of(vllm)
     assert await engine.sleep() == 4 * 2  # bfloat16
     assert await engine.sleep() == 0
@@ -64,7 +64,8 @@ async def test_it_sleeps_once_nothing_is_generated_and_generates_once_it_is_awak
     assert vllm.calls == [PAUSE, "worker.sleep(1)", "worker.wake_up()", RESUME]
 
 
-async def test_new_weights_are_loaded_and_named_while_nothing_is_generated(vllm: RecordedVllm) -> None:
+async def test_new_weights_and_their_version_load_while_paused(vllm: RecordedVllm) -> None:
+    """Generation is paused meanwhile."""
     engine = engine_of(vllm)
     await engine.load_weights(7, NEW)
     assert vllm.calls == [ASKED, PAUSE, "worker.take_weights()", "update_weight_version(7)", RESUME]
@@ -85,9 +86,10 @@ LOADED = ["worker.wake_up(['weights'])", "worker.take_weights()"]
 CACHED = ["worker.wake_up(['kv_cache'])", RESUME]
 
 
-async def test_weights_that_the_host_has_are_dropped_and_what_follows_is_loaded_before_the_cache(
+async def test_weights_that_the_host_has_are_dropped_in_sleep(
     vllm: RecordedVllm,
 ) -> None:
+    """The next version is loaded before the cache is allocated."""
     engine = engine_of(vllm)
     await engine.load_weights(1, NEW)
     vllm.calls.clear()
@@ -111,7 +113,7 @@ async def test_weights_stay_in_no_version_that_only_a_sleep_would_need(vllm: Rec
     assert held["collocate"]() is not None
 
 
-async def test_weights_beside_which_a_layer_has_tensors_of_its_own_are_not_dropped(vllm: RecordedVllm) -> None:
+async def test_weights_of_a_layer_with_its_own_tensors_are_not_dropped(vllm: RecordedVllm) -> None:
     vllm.answers["has_loose_tensors"] = True
     engine = engine_of(vllm)
     await engine.load_weights(1, NEW)
@@ -130,9 +132,10 @@ def test_tensors_of_attention_that_no_load_brings_back_are_found(gpu: PretendedG
             assert worker.has_loose_tensors() is is_loose
 
 
-async def test_without_new_weights_those_that_were_dropped_are_loaded_once_they_are_needed(
+async def test_dropped_weights_are_loaded_again_once_they_are_needed(
     vllm: RecordedVllm,
 ) -> None:
+    """Here no new version comes."""
     engine = engine_of(vllm)
     await engine.load_weights(1, NEW)
     vllm.calls.clear()

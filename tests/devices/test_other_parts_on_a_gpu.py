@@ -30,12 +30,13 @@ from rolemesh.models.reward_model import RewardModel
 from rolemesh.services.actor.objective import choose_tokens, policy_objective
 from rolemesh.services.actor.worker import ActorWorker
 from rolemesh.services.rollout.worker import RolloutWorker
-from rolemesh.weights.held import HeldWeights
+from rolemesh.weights.published import PublishedWeights
 
 # ------------------------------------------------------------------------------- copies
 
 
-def test_a_model_may_change_what_was_copied_together_with_what_autograd_keeps(gpu: PretendedGpu) -> None:
+def test_a_model_may_change_a_copy_beside_one_autograd_keeps(gpu: PretendedGpu) -> None:
+    """Both tensors were copied to the device together."""
     with gpu.here():
         table = torch.ones(3, 4, device="cuda", requires_grad=True)
         ids, positions = on_device((torch.tensor([1, 2]), torch.tensor([0, 1])), torch.device("cuda"))
@@ -51,9 +52,10 @@ def test_a_model_may_change_what_was_copied_together_with_what_autograd_keeps(gp
 
 
 @pytest.mark.parametrize("packed", [True, False])
-async def test_an_adapter_learns_is_published_and_leaves_the_base_model_as_it_was(
+async def test_an_adapter_learns_and_leaves_the_base_model_unchanged(
     gpu: PretendedGpu, two_layers: Path, packed: bool
 ) -> None:
+    """The adapter is published."""
     batch = sequence_batch(ROWS)
     actor = {"model": {"lora_rank": 4}, "optim": {"lr": 1e-2}}
     with gpu.worker(ActorWorker, gpu_job(two_layers, packed=packed, actor=actor)) as worker:
@@ -64,7 +66,7 @@ async def test_an_adapter_learns_is_published_and_leaves_the_base_model_as_it_wa
         source = await worker.publish_weights(1)
     assert torch.equal(again, base)
     assert not torch.allclose(learnt, base, atol=1e-3)
-    assert isinstance(source, HeldWeights)
+    assert isinstance(source, PublishedWeights)
     assert not any("lora" in name for name in source.holding.tensors())
 
 
@@ -110,7 +112,7 @@ def test_a_loss_has_the_cpus_gradient_and_waits_for_nothing(gpu: PretendedGpu, l
     ("packed", "dtype", "kernel"),
     [(True, "bfloat16", "varlen"), (True, "float32", "efficient"), (False, "bfloat16", "efficient")],
 )
-def test_a_reward_models_scores_are_the_cpus_and_run_in_the_chosen_kernel(
+def test_reward_model_scores_match_the_cpu_in_the_chosen_kernel(
     gpu: PretendedGpu, tiny_reward_model: Path, packed: bool, dtype: str, kernel: str
 ) -> None:
     batch = sequence_batch(6)
@@ -166,7 +168,7 @@ async def test_engine_hf_goes_on_with_rows_and_takes_new_weights(
     exchanged = await conversation(prompts_of(4), 16, [[2] * 4], [generate, generate])
     assert all(answer["rollout_log_probs"].isfinite().all() for _, answer in exchanged)
     before = await generated(engine, prompts_of(4))
-    await engine.update_weights(HeldWeights(2, named_weights(trained(two_layers))))
+    await engine.update_weights(PublishedWeights(2, named_weights(trained(two_layers))))
     after = await generated(engine, prompts_of(4))
     assert engine.version == 2
     assert set(after["weight_versions"].unique().tolist()) <= {-1, 2}

@@ -11,7 +11,7 @@ from sequences import sequence_batch
 
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.planner.cost import OUTSIDE
-from rolemesh.planner.devices import PASS_KERNELS, TRAINED_KERNELS
+from rolemesh.planner.device_specs import PASS_KERNELS, TRAINED_KERNELS
 from rolemesh.services.actor.worker import ActorWorker
 
 ONE_PASS = {"ppo_mini_batch_size": ROWS, "ppo_micro_batch_size_per_gpu": ROWS}

@@ -35,9 +35,10 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ------------------------------------------------------------------------------- rules
 
 
-def test_tensors_of_two_devices_are_refused_unless_one_is_a_number_an_index_or_a_copy(
+def test_tensors_of_two_devices_are_refused_with_few_exceptions(
     gpu: PretendedGpu,
 ) -> None:
+    """The exceptions are a number, an index and a copy."""
     with gpu.here():
         here, there = torch.ones(3, device="cuda"), torch.ones(3)
         refused: list[Callable[[], Any]] = [
@@ -63,7 +64,7 @@ def test_numpy_reads_no_memory_of_a_gpu(gpu: PretendedGpu) -> None:
         torch.ones(3, device="cuda").numpy()
 
 
-def test_views_share_memory_and_devices_without_a_number_are_the_first(gpu: PretendedGpu) -> None:
+def test_views_share_memory_and_cuda_means_the_first_device(gpu: PretendedGpu) -> None:
     with gpu.here():
         whole = torch.zeros(2, 3, device="cuda")
         part = whole[1].view(3)
@@ -135,7 +136,7 @@ async def test_in_float32_a_gpu_computes_and_learns_what_a_cpu_does(
     assert learnt == pytest.approx(of_cpu[2], rel=1e-4, abs=1e-6)
 
 
-def test_a_token_attends_to_its_own_row_through_the_kernel_for_uneven_lengths(gpu: PretendedGpu) -> None:
+def test_a_token_attends_to_its_own_row_in_the_varlen_kernel(gpu: PretendedGpu) -> None:
     """With equal keys a token's result is the mean of the values up to its own, within the window."""
     with gpu.here():
         bounds = torch.tensor([0, 2, 2, 5], dtype=torch.int32, device="cuda")
@@ -173,7 +174,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_a_tensor_left_on_the_host_fails_in_the_line_that_meets_it(
+async def test_a_tensor_left_on_the_host_fails_in_the_line_using_it(
     gpu: PretendedGpu, small_model: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, name, wrong, line = FAULTS[fault]

@@ -22,7 +22,7 @@ from rolemesh.roles import Metrics
 from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
 from rolemesh.services.critic.worker import CriticWorker
 from rolemesh.training.usage import update_flops
-from rolemesh.weights.held import HeldWeights
+from rolemesh.weights.published import PublishedWeights
 
 # Every pair of two keys' values is in one of them: the job's keys, and the kernel of attention.
 WAYS: dict[str, tuple[dict[str, Any], str]] = {
@@ -85,7 +85,7 @@ async def test_an_actor_computes_log_probs_learns_and_publishes(
     assert set(passes) == {f"{kernel} forward", f"{kernel} backward"}
     recomputed = 2 if way.get("checkpointing") else 1
     assert passes[f"{kernel} forward"] == recomputed * passes[f"{kernel} backward"]
-    assert isinstance(source, HeldWeights)
+    assert isinstance(source, PublishedWeights)
     version = source.holding.tensors().values()
     assert all(tensor.device.type == "cpu" for tensor in version)
     # Matrices leave the GPU in the type in which the engine holds them.
@@ -123,7 +123,7 @@ async def test_a_references_log_probs_run_in_the_chosen_kernel(
 
 
 @pytest.mark.parametrize("role", [ActorWorker, CriticWorker])
-async def test_a_checkpoint_leaves_the_gpu_through_pinned_memory_and_comes_back_bit_for_bit(
+async def test_a_checkpoint_passes_through_pinned_memory_bit_for_bit(
     gpu: PretendedGpu, two_layers: Path, tmp_path: Path, role: Any
 ) -> None:
     """Every copy is into a buffer, which the device does not wait for; only the buffers are waited for."""

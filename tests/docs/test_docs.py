@@ -297,7 +297,8 @@ def words_of(names: Iterable[str]) -> set[str]:
     return {word for name in names for word in re.findall(r"[\w@-]{2,}", re.sub(r"<\w+>", "", name))}
 
 
-def test_a_page_of_which_the_code_says_that_it_explains_metrics_has_those_that_the_module_writes() -> None:
+def test_a_page_named_in_code_explains_the_metrics_of_the_module() -> None:
+    """The page has every metric that the module writes."""
     metrics = words_of(
         name for name in quoted(ROOT / "docs/metrics.md") if name.startswith(tuple(f"{g}/" for g in GROUPS))
     )
@@ -382,12 +383,12 @@ def test_the_planners_page_has_the_range_of_its_results() -> None:
     assert f"too low by a factor of {min(steps):.1f} to {max(steps):.1f}" in text
 
 
-def test_the_demos_results_have_every_seed_that_its_benchmark_runs() -> None:
+def test_the_demos_results_have_every_seed_of_its_benchmark() -> None:
     results = json.loads((ROOT / "benchmarks/results/demo.json").read_text())
     assert [result["seed"] for result in results] == SEEDS
 
 
-def test_the_columns_that_the_guide_to_plug_ins_lists_are_as_declared() -> None:
+def test_the_columns_in_the_guide_to_plugins_are_as_declared() -> None:
     guide = (ROOT / "docs/plugins.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| (\w+) `\[([A-Z, ]+)\]` \|", guide, re.MULTILINE)
     assert len(rows) == 8

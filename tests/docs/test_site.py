@@ -17,7 +17,7 @@ import repository
 import typer
 from dialect import adapted
 
-from rolemesh.catalog.loading import NAMED
+from rolemesh.catalog.plugin_imports import NAMED
 from rolemesh.config import JobConfig
 from rolemesh.config.base import leaves
 from rolemesh.services.command_line.app import app
@@ -90,7 +90,7 @@ def test_every_command_has_a_heading_and_its_options() -> None:
     assert "| `--gpus <int range>` | Number of GPUs; 0: use this machine's CPU." in text
 
 
-def test_the_pages_are_filled_and_show_the_files_that_they_link_to(tmp_path: Path) -> None:
+def test_the_pages_are_filled_and_show_the_files_they_link_to(tmp_path: Path) -> None:
     pages.write_pages(tmp_path)
     written = {path: path.read_text(encoding="utf-8") for path in tmp_path.rglob("*.md")}
     assert [path for path, text in written.items() if "<!-- generated" in text] == []
@@ -111,7 +111,7 @@ def test_a_link_that_leads_nowhere_is_an_error() -> None:
         repository.moved("[none](../configs/none.yaml)", DOCS, "page.md")
 
 
-def test_githubs_lists_and_tables_are_written_as_python_markdown_reads_them() -> None:
+def test_github_lists_and_tables_are_written_as_python_markdown() -> None:
     github = """\
 text
 - one
@@ -160,7 +160,7 @@ text
     )
 
 
-def test_the_check_of_the_built_site_finds_dead_links_and_what_others_would_send(tmp_path: Path) -> None:
+def test_the_site_check_finds_dead_links_and_external_resources(tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text(
         '<h1 id="here"></h1><a href="#here"></a><a href="b.html#there"></a><a href="https://example.org"></a>'
         '<a href="c.html"></a><a href="b.html#nowhere"></a><script src="https://example.org/a.js"></script>'

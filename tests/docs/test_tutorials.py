@@ -18,7 +18,7 @@ from rendering import helm, objects
 from rolemesh.agents.environment import Observation, Outcome
 from rolemesh.catalog.catalog import BUILT_IN
 from rolemesh.catalog.estimators import ESTIMATORS
-from rolemesh.catalog.loading import forget
+from rolemesh.catalog.plugin_imports import forget
 from rolemesh.config.base import leaves, merge, parse_overrides
 from rolemesh.config.job import JobConfig, load_job, make_job
 from rolemesh.errors import InvalidConfig
@@ -56,7 +56,7 @@ def test_the_function_of_the_reward_tutorial_gives_what_is_shown() -> None:
     assert shown == [str(names["compute_score"]("", f"#### {answer}", "85", {})) for answer in (75, 85)]
 
 
-def test_as_many_job_files_are_written_as_the_reward_tutorial_says(tmp_path: Path) -> None:
+def test_the_reward_tutorial_says_how_many_job_files_are_written(tmp_path: Path) -> None:
     num_written, kept = write_job_files(tmp_path / "configs")
     assert f"\nconfigs: {num_written} files written\n" in text("own-reward")
     assert kept == []
@@ -75,7 +75,7 @@ def test_the_job_of_the_verl_tutorial_loads_without_a_warning() -> None:
     assert [idle.key for idle in job.idle_keys() if idle.is_set] == []
 
 
-def test_the_job_of_the_verl_tutorial_has_the_values_of_verls_command() -> None:
+def test_the_verl_tutorials_job_has_the_values_of_verls_command() -> None:
     command = blocks("from-verl", "")[0]
     ours = yaml.safe_load(blocks("from-verl", "yaml")[0])
     moves = {old.strip("`"): new.strip("`") for old, new in table_rows("from-verl", "| verl | here |")}
@@ -121,7 +121,7 @@ def test_the_keys_that_are_not_here_are_refused(row: list[str]) -> None:
 
 
 @pytest.mark.skipif(helm() is None, reason="needs helm: make .venv/bin/helm")
-def test_the_values_of_the_cluster_tutorial_render_to_the_kinds_that_it_shows() -> None:
+def test_the_cluster_tutorials_values_render_to_its_kinds() -> None:
     values = yaml.safe_load(blocks("laptop-to-cluster", "yaml")[0])
     values["rewardFunction"] = {"code": blocks("own-reward", "python")[0]}
     example = ROOT / "charts/rlhf-job/examples/tiny-standalone.yaml"
@@ -130,7 +130,7 @@ def test_the_values_of_the_cluster_tutorial_render_to_the_kinds_that_it_shows() 
     assert Counter(thing["kind"] for thing in things) == {kind: int(number) for number, kind in shown}
 
 
-def test_the_job_of_the_tutorial_on_many_gpus_has_the_ranks_of_each_of_its_steps() -> None:
+def test_the_many_gpus_tutorials_job_has_the_ranks_of_each_step() -> None:
     job, *steps = (yaml.safe_load(block) for block in blocks("many-gpus", "yaml"))
     jobs = [make_job(merge(job, step)) for step in steps]
     spread = [{group: n for group in one.groups if (n := one.num_ranks(group)) > 1} for one in jobs]
@@ -138,7 +138,7 @@ def test_the_job_of_the_tutorial_on_many_gpus_has_the_ranks_of_each_of_its_steps
     assert [one.rollout.tensor_model_parallel_size for one in jobs] == [1, 1, 4]
 
 
-def test_the_parts_of_the_algorithm_tutorial_make_the_steps_that_it_shows(tmp_path: Path) -> None:
+def test_the_algorithm_tutorials_parts_make_the_steps_it_shows(tmp_path: Path) -> None:
     parts = tmp_path / "my_parts.py"
     parts.write_text("\n\n".join(blocks("own-algorithm", "python")))
     job, loss = (yaml.safe_load(block) for block in blocks("own-algorithm", "yaml"))
@@ -177,7 +177,7 @@ def agents_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-async def test_the_games_of_the_docs_go_on_after_a_number_of_many_digits() -> None:
+async def test_the_docs_games_go_on_after_a_number_of_many_digits() -> None:
     """int() refuses more than 4300, and a policy may repeat a digit."""
     environments = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
     for source in (environments, text("own-agent")):

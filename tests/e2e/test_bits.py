@@ -90,9 +90,7 @@ def assert_same_bits(job: JobConfig, expected: JobConfig) -> None:
     assert [name for name in wanted if written[name] != wanted[name]] == []
 
 
-async def test_dynamic_sampling_over_grpc_equals_that_in_process_bit_for_bit(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_dynamic_sampling_over_grpc_equals_in_process_bits(tiny_model: Path, tmp_path: Path) -> None:
     overrides = (
         *SAVED, "algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false", "data.gen_batch_size=6",
         "algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=seq_reward", "rollout.seed=3",

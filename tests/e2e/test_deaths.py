@@ -14,7 +14,7 @@ from in_process import small_job, train
 from outcomes import outcome
 from serving import Gate, gate, serve_process, served
 
-from rolemesh.catalog.loading import forget
+from rolemesh.catalog.plugin_imports import forget
 from rolemesh.config import JobConfig
 from rolemesh.fingerprint import fingerprint
 from rolemesh.models.loading import load_tokenizer
@@ -101,7 +101,7 @@ def faltering(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[JobConfig, Gat
 
 
 @pytest.mark.usefixtures("differing_jobs")
-async def test_a_rollout_killed_in_the_middle_of_its_answers_changes_no_bit(
+async def test_a_rollout_killed_while_generating_changes_no_bit(
     unbroken: JobConfig, faltering: tuple[JobConfig, Gate], tiny_model: Path, tmp_path: Path
 ) -> None:
     of_victim, falters = faltering
@@ -122,7 +122,7 @@ async def test_a_rollout_killed_in_the_middle_of_its_answers_changes_no_bit(
     assert outcome(job) == outcome(unbroken)
 
 
-async def test_a_rollout_killed_in_the_middle_of_new_weights_changes_no_bit(
+async def test_a_rollout_killed_while_receiving_weights_changes_no_bit(
     unbroken: JobConfig, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The actor sends over the network, in pieces small enough for a tiny model to have several.

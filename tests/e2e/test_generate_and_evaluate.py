@@ -96,9 +96,7 @@ async def test_the_commands_of_the_page_are_run_as_they_stand(
     assert "16 rows are evaluated (left out of 22 rows: 6 by data.val_max_samples)" in fewer
 
 
-async def test_a_generation_that_was_killed_goes_on_to_the_bits_of_an_unbroken_one(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_a_killed_generation_resumes_to_the_same_bits(tiny_model: Path, tmp_path: Path) -> None:
     keys = (*SAMPLED, "data.val_batch_size=1", "data.max_response_length=48", "rollout.max_num_seqs=4")
     prompts = write_data(tmp_path, "held_out", 24)
     job = small_job(tmp_path, tiny_model, "run", *keys, f"data.val_files={prompts}")

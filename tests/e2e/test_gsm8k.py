@@ -87,7 +87,7 @@ async def test_real_rows_train_validate_checkpoint_and_resume(
     ("answered_by", "key"),
     [("tool", "rollout.multi_turn.tools=[calc_gsm8k_reward]"), ("interaction", "rollout.multi_turn.tools=[]")],
 )
-async def test_real_rows_are_conversations_that_train_checkpoint_and_resume(
+async def test_real_conversations_train_checkpoint_and_resume(
     answered_by: str, key: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that an interaction answers are resumed; a resume does not know who answered."""

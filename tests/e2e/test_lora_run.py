@@ -79,7 +79,7 @@ def test_a_resumed_run_with_another_alpha_is_refused(
         Run(job, load_tokenizer(job.actor.model)).finished()
 
 
-async def test_a_run_that_was_killed_after_a_checkpoint_ends_as_an_unbroken_one(
+async def test_a_run_killed_after_a_checkpoint_ends_as_an_unbroken_one(
     expected: JobConfig, tiny_model: Path, tmp_path: Path
 ) -> None:
     job = small_job(tmp_path, tiny_model, "run", *LORA)

@@ -64,9 +64,10 @@ def outcome(job: JobConfig) -> object:
 
 
 @pytest.mark.timeout(900)  # four times five processes import torch
-async def test_by_processes_by_torchrun_and_by_ray_though_a_rank_dies_the_bits_are_the_same(
+async def test_processes_torchrun_and_ray_give_the_same_bits(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also when a rank under Ray dies."""
     by_processes = job_in(tmp_path / "processes", tiny_model)
     async with rolemesh("run", written(by_processes, tmp_path / "processes")) as launched:
         code, output = await launched.end()
@@ -134,9 +135,10 @@ async def torchrun(job: JobConfig, directory: Path) -> AsyncIterator[str]:
             await process.wait()
 
 
-async def test_the_launcher_hears_sigint_beside_ray_and_when_it_is_killed_ray_and_the_ranks_end_with_it(
+async def test_a_killed_launcher_takes_ray_and_the_ranks_with_it(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Until then it hears SIGINT beside Ray."""
     mark = new_mark(monkeypatch)
     with gate(tmp_path / "started") as started, gate(tmp_path / "go_on") as go_on:
         job = gated(job_in(tmp_path / "job", tiny_model, BY_RAY), tmp_path, started.path, go_on.path)
@@ -149,7 +151,7 @@ async def test_the_launcher_hears_sigint_beside_ray_and_when_it_is_killed_ray_an
         await none_is_left(mark, DEADLINE_S)
 
 
-def test_ranks_for_which_ray_has_no_room_are_an_error_with_what_was_asked_and_what_there_is() -> None:
+def test_ranks_without_room_in_ray_name_the_request_and_the_room() -> None:
     program = """
         import asyncio
         from rolemesh.errors import RoleUnavailable
@@ -189,9 +191,10 @@ def gone_cluster(monkeypatch: pytest.MonkeyPatch, listens: bool) -> Iterator[soc
 
 
 @pytest.mark.parametrize("listens", [False, True], ids=["refuses", "silent"])
-async def test_a_cluster_that_does_not_answer_within_ready_timeout_s_is_an_error_that_names_ray_address(
+async def test_a_silent_cluster_is_an_error_that_names_ray_address(
     listens: bool, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It has trainer.ready_timeout_s to answer."""
     with gone_cluster(monkeypatch, listens) as cluster:
         job = job_in(tmp_path / "job", tiny_model, BY_RAY, "trainer.ready_timeout_s=3")
         async with rolemesh("run", written(job, tmp_path)) as launched, asyncio.timeout(60):
@@ -222,9 +225,10 @@ async def test_a_run_that_waits_for_a_cluster_ends_at_a_signal(
     assert code == 128 + signal.SIGTERM, output
 
 
-def test_a_head_that_the_chart_starts_asks_for_a_token_and_has_no_dashboard_and_no_server_of_clients(
+def test_the_charts_ray_head_needs_a_token_and_has_no_dashboard(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """It runs no Ray Client server, either."""
     mark, token = new_mark(monkeypatch), "0" * 64
     with head_of_the_chart(mark, token) as address:
         processes = marked(mark)
@@ -273,7 +277,7 @@ def asked(address: str, token: str = "") -> grpc.StatusCode:
         return method.future(b"", metadata=metadata, timeout=DEADLINE_S).code()
 
 
-async def test_where_ray_is_not_installed_a_launcher_says_so_before_any_process_starts(
+async def test_a_missing_ray_is_reported_before_any_process_starts(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)  # what the import system keeps of a module that is not there

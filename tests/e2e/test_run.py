@@ -107,9 +107,8 @@ async def test_a_run_in_processes_ends_with_the_bits_of_one_in_process(
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-async def test_ctrl_c_lets_the_step_end_saves_drains_and_the_run_goes_on_under_another_placement(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_ctrl_c_saves_and_the_run_resumes_in_another_placement(tiny_model: Path, tmp_path: Path) -> None:
+    """The step ends first, and the processes drain."""
     with gate(tmp_path / "started") as started, gate(tmp_path / "go_on") as go_on:
         two_steps = ("trainer.save_freq=100", "trainer.total_training_steps=2")
         overrides = (*two_steps, "placement.strategy=hybrid")
@@ -153,9 +152,10 @@ async def test_kill_9_of_the_launcher_leaves_no_process(tiny_model: Path, tmp_pa
             await all_end(job, within_s=DEADLINE_S)  # also the reward, whose function never returns
 
 
-async def test_a_killed_process_ends_the_run_with_its_name_its_roles_and_its_last_words(
+async def test_a_killed_process_ends_the_run_and_is_named_with_its_log(
     tiny_model: Path, tmp_path: Path
 ) -> None:
+    """The error names its roles, too, and shows the end of its log."""
     with gate(tmp_path / "started") as started, gate(tmp_path / "go_on") as go_on:
         plain = small_job(tmp_path, tiny_model, "run", "placement.strategy=hybrid")
         job = gated(plain, tmp_path, started.path, go_on.path)
@@ -171,9 +171,7 @@ async def test_a_killed_process_ends_the_run_with_its_name_its_roles_and_its_las
         assert not living(job)
 
 
-async def test_a_run_goes_on_by_itself_after_a_role_is_lost_and_ends_with_the_bits_of_an_unbroken_one(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_a_run_recovers_from_lost_roles_bit_for_bit(tiny_model: Path, tmp_path: Path) -> None:
     """One rank of two is killed after step 1, and after step 2 a process of four roles. Watchers stay."""
     overrides = (
         "trainer.save_freq=1",
@@ -283,7 +281,7 @@ async def test_a_role_that_never_becomes_ready_is_named_with_its_log(
         ("trainer.resume_mode=resume_path trainer.resume_from_path=absent", "absent is not a checkpoint"),
     ],
 )
-def test_an_error_known_at_the_start_is_reported_before_any_process_starts(
+def test_a_known_error_is_reported_before_any_process_starts(
     tiny_model: Path, tmp_path: Path, override: str, words: str
 ) -> None:
     job = small_job(tmp_path, tiny_model, "run")
@@ -294,7 +292,7 @@ def test_an_error_known_at_the_start_is_reported_before_any_process_starts(
     assert pids(job) == {}
 
 
-async def test_a_process_whose_job_is_wrong_prints_one_line_and_exits_with_2(tmp_path: Path) -> None:
+async def test_a_wrong_job_prints_one_line_and_exits_with_2(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("trainer: {total_trainig_steps: 2}")
     async with rolemesh("run", str(tmp_path / "job.yaml")) as launched:
         code, output = await launched.end()
@@ -303,7 +301,7 @@ async def test_a_process_whose_job_is_wrong_prints_one_line_and_exits_with_2(tmp
     assert line.startswith("error: ")
 
 
-def test_where_vllm_is_not_installed_a_launcher_says_so_before_any_process_starts(
+def test_a_missing_vllm_is_reported_before_any_process_starts(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)  # what the import system keeps of a module that is not there
@@ -311,9 +309,7 @@ def test_where_vllm_is_not_installed_a_launcher_says_so_before_any_process_start
         check_engine(small_job(tmp_path, tiny_model, "run", "rollout.name=vllm"))
 
 
-def test_a_model_that_was_cut_short_is_refused_before_any_process_starts(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_truncated_model_is_refused_before_any_process_starts(tiny_model: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(tiny_model, broken)
     os.truncate(broken / "model.safetensors", 100_000)

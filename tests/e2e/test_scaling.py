@@ -24,9 +24,7 @@ OVERRIDES = ("trainer.total_training_steps=3", "trainer.save_freq=3", "rollout.n
 
 
 @pytest.mark.usefixtures("differing_jobs")
-async def test_rewards_that_come_and_go_in_the_middle_of_a_step_change_no_bit(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_rewards_that_come_and_go_in_a_step_change_no_bit(tiny_model: Path, tmp_path: Path) -> None:
     """The first waits in a row until the second has joined and is in one of its own; then the first leaves,
     ends what it has and comes back; and the second is killed in the midst of a piece."""
     (tmp_path / "unbroken").mkdir()

@@ -52,7 +52,7 @@ def without_page(job: JobConfig, directory: Path) -> str:
     return str(file)
 
 
-async def test_real_solutions_are_learned_with_the_bits_of_a_run_in_process(
+async def test_real_solutions_train_with_the_bits_of_an_in_process_run(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     write_gsm8k(GSM8K, tmp_path)

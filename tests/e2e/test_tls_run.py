@@ -19,9 +19,7 @@ from rolemesh.services.controller.run.loop import Run
 LOCAL = "127.0.0.1:0"
 
 
-async def test_steps_over_mutual_tls_with_changing_keys_equal_steps_in_process_bit_for_bit(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_mutual_tls_with_changing_keys_equals_in_process_bits(tiny_model: Path, tmp_path: Path) -> None:
     """Each group of roles and the controller have a certificate of their own."""
     overrides = ("trainer.save_freq=4", "trainer.test_freq=2")
     job = small_job(tmp_path, tiny_model, "secure", *overrides, "placement.replicas.rollout=2")

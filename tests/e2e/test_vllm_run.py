@@ -54,7 +54,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, scored, r
 """
 
 
-async def test_the_trainer_learns_from_the_distribution_that_two_ranks_drew_from(tmp_path: Path) -> None:
+async def test_the_trainer_learns_from_what_two_ranks_drew(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", num_heads=2, initializer_range=0.1)  # heads of 32, for vLLM
     job = small_job(tmp_path, model, "run", *OVERRIDES, "placement.ranks.policy=2")
     async with rolemesh("run", written(job, tmp_path)) as launched:
@@ -63,7 +63,7 @@ async def test_the_trainer_learns_from_the_distribution_that_two_ranks_drew_from
     assert_drawn_from_the_policy(job)
 
 
-async def test_the_trainer_learns_from_what_vllm_drew_and_a_role_whose_vllm_has_died_ends_itself(
+async def test_vllm_rows_train_and_a_role_with_a_dead_vllm_ends_itself(
     tmp_path: Path,
 ) -> None:
     """The engine dies in the validation after step 4, when nobody asks it for anything."""
@@ -111,7 +111,7 @@ def policy_log(job: JobConfig) -> str:
     return (job.run_dir / "logs" / "policy-0.log").read_text()
 
 
-async def test_processes_of_a_killed_role_are_gone_when_its_end_is_reported(tmp_path: Path) -> None:
+async def test_a_killed_roles_processes_end_before_it_is_reported(tmp_path: Path) -> None:
     """Even if the first process of vLLM had only begun."""
     model = make_tiny_model(tmp_path / "model", num_heads=2)
     groups = "placement.groups={rollout: [rollout], others: [actor, reference, critic, reward]}"

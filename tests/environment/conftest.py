@@ -10,7 +10,7 @@ import pytest
 from environments import PLUGIN
 from tool_plugins import TOOLS
 
-from rolemesh.catalog.loading import forget
+from rolemesh.catalog.plugin_imports import forget
 
 
 @pytest.fixture(autouse=True)

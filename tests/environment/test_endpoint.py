@@ -15,9 +15,9 @@ import openai
 import pytest
 
 from rolemesh.agents.environment import Endpoint, Prompt
-from rolemesh.services.environment.external.calls import said_of
-from rolemesh.services.environment.external.endpoint import MAX_BODY_BYTES, Server
-from rolemesh.services.environment.external.session import Session
+from rolemesh.services.environment.external.calls import utterance_of
+from rolemesh.services.environment.external.endpoint import MAX_BODY_BYTES, EpisodeEndpoint
+from rolemesh.services.environment.external.program_session import ProgramSession
 
 ASK = [{"role": "user", "content": "ask"}]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -25,9 +25,9 @@ CALL = {"id": "call-1-0", "type": "function", "function": {"name": "add", "argum
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[tuple[Session, Endpoint, openai.AsyncOpenAI]]:
-    session = Session()
-    async with Server().serving(session) as endpoint, client_of(endpoint) as client:
+async def served() -> AsyncIterator[tuple[ProgramSession, Endpoint, openai.AsyncOpenAI]]:
+    session = ProgramSession()
+    async with EpisodeEndpoint().serving(session) as endpoint, client_of(endpoint) as client:
         yield session, endpoint, client
 
 
@@ -41,15 +41,17 @@ def turn(text: str = "fine", *calls: dict[str, Any], content: str = "", cut: boo
     return said | {"prompt_tokens": 7, "completion_tokens": 3} | ({"tool_calls": [*calls]} if calls else {})
 
 
-async def answered(session: Session, call: Any, said: dict[str, Any], number: int = 1) -> tuple[Any, list[Any]]:
+async def answered(
+    session: ProgramSession, call: Any, said: dict[str, Any], number: int = 1
+) -> tuple[Any, list[Any]]:
     """What the program and what the policy heard."""
     asked = asyncio.ensure_future(call)
     _, new = await session.next()
-    session.answer(said_of(said, number, session.finds_calls))
+    session.answer(utterance_of(said, number, finds_calls=session.finds_calls))
     return await asked, new
 
 
-async def test_a_conversation_goes_on_from_what_was_said_and_only_what_is_new_is_heard() -> None:
+async def test_a_conversation_goes_on_and_only_new_messages_are_heard() -> None:
     async with served() as (session, _, client):
         chat = client.chat.completions
         first, new = await answered(
@@ -96,7 +98,8 @@ async def test_a_call_that_rewrites_the_conversation_is_another_prompt(change: A
         assert new.tools == TOOLS
 
 
-async def test_two_calls_at_once_are_answered_one_after_the_other_and_a_retry_gets_the_same_answer() -> None:
+async def test_concurrent_calls_are_answered_in_turn_and_retries_alike() -> None:
+    """A retry gets the answer of the call that it repeats."""
     async with served() as (session, _, client):
         chat = client.chat.completions
 
@@ -107,14 +110,14 @@ async def test_two_calls_at_once_are_answered_one_after_the_other_and_a_retry_ge
         for number, text in enumerate(("one", "two"), start=1):
             _, new = await session.next()
             assert new == Prompt(ASK, [])
-            session.answer(said_of(turn(text), number, False))
+            session.answer(utterance_of(turn(text), number, finds_calls=False))
         answers = {answer.choices[0].message.content for answer in await asyncio.gather(*calls)}
         assert answers == {"one", "two"}
         again = await ask(**{"x-stainless-retry-count": "1"})
         assert again.choices[0].message.content == "two"
 
 
-async def test_a_retry_gets_its_answer_also_after_another_call_was_answered() -> None:
+async def test_a_retry_gets_its_answer_even_after_a_later_call() -> None:
     async with served() as (session, _, client):
         for number, text in enumerate(("a", "b"), start=1):
             messages = [{"role": "user", "content": text}]
@@ -130,7 +133,8 @@ async def test_a_retry_gets_its_answer_also_after_another_call_was_answered() ->
         assert again.choices[0].message.content == "a"
 
 
-async def test_calls_stay_text_unless_all_can_be_read_and_the_program_wants_them() -> None:
+async def test_calls_stay_text_unless_all_parse_and_tools_are_wanted() -> None:
+    """The program must offer tools and want calls of them."""
     bad = {"id": "x", "type": "function", "function": {"name": "", "arguments": {}}, "malformed": "not JSON"}
     for said, given in (
         (turn("<call><bad>", CALL, bad), {"tools": TOOLS}),
@@ -163,16 +167,14 @@ async def test_calls_stay_text_unless_all_can_be_read_and_the_program_wants_them
     ],
     ids=lambda value: str(value)[:20],
 )
-async def test_parameters_that_the_endpoint_does_not_support_are_refused(
-    asked: dict[str, Any], status: int, param: str
-) -> None:
+async def test_unsupported_parameters_are_refused(asked: dict[str, Any], status: int, param: str) -> None:
     async with served() as (_, _, client):
         with pytest.raises(openai.APIStatusError) as refused:
             await client.chat.completions.create(**{"model": "policy", "messages": ASK} | asked)
     assert (refused.value.status_code, refused.value.body["param"]) == (status, param)
 
 
-async def test_a_parameter_with_the_value_that_asks_for_nothing_is_taken() -> None:
+async def test_a_parameter_whose_value_has_no_effect_is_accepted() -> None:
     idle: dict[str, Any] = {
         "n": 1, "logprobs": False, "top_logprobs": 0, "logit_bias": {}, "response_format": {"type": "text"},
         "stop": [],
@@ -185,7 +187,7 @@ async def test_a_parameter_with_the_value_that_asks_for_nothing_is_taken() -> No
 
 
 async def test_a_key_is_of_one_episode_and_ends_with_it() -> None:
-    server, one, other = Server(), Session(), Session()
+    server, one, other = EpisodeEndpoint(), ProgramSession(), ProgramSession()
     async with server.serving(one) as its_own:
         async with server.serving(other) as ended:
             assert (its_own.base_url, its_own.model) == (ended.base_url, ended.model)
@@ -211,7 +213,8 @@ async def test_a_key_is_of_one_episode_and_ends_with_it() -> None:
             await plain.get(f"{its_own.base_url}/models")
 
 
-async def test_a_body_that_is_no_json_or_too_large_and_another_path_get_errors_in_openais_shape() -> None:
+async def test_a_bad_body_or_path_gets_an_error_in_openais_shape() -> None:
+    """The body is no JSON or too large."""
     async with served() as (_, endpoint, _), httpx.AsyncClient(
         base_url=endpoint.base_url, headers={"Authorization": f"Bearer {endpoint.key}"}
     ) as plain:  # fmt: skip
@@ -229,7 +232,7 @@ async def test_a_body_that_is_no_json_or_too_large_and_another_path_get_errors_i
         assert (await plain.post("/embeddings", json={})).json()["error"]["message"].endswith("Not Found")
 
 
-async def test_after_the_end_a_call_that_waits_and_further_ones_are_refused() -> None:
+async def test_after_the_end_waiting_and_later_calls_are_refused() -> None:
     async with served() as (session, _, client):
         asking = asyncio.ensure_future(client.chat.completions.create(model="policy", messages=ASK))
         await session.next()
@@ -247,7 +250,7 @@ async def test_after_the_end_a_call_that_waits_and_further_ones_are_refused() ->
     ["Content-Length: 9\r\n\r\n{", "Content-Length: 9\r\nExpect: 100-continue\r\n\r\n{", "no header\r\n\r\n"],
     ids=["in its body", "before it may send its body", "without HTTP"],
 )
-async def test_a_client_that_leaves_amid_its_call_is_one_quiet_line_in_the_log(
+async def test_a_client_that_leaves_mid_call_is_one_quiet_log_line(
     rest: str, is_abrupt: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)

@@ -53,9 +53,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.usefixtures("soon_gone")
-async def test_a_replica_that_is_killed_loses_its_episodes_and_no_other(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_a_killed_replica_loses_only_its_own_episodes(tiny_model: Path, tmp_path: Path) -> None:
     """kill -9 in the middle of a turn. The lost episodes begin anew elsewhere, with the same answers."""
     job, log = environment_job(tmp_path, tiny_model), tmp_path / "log"
     names = [f"e{number}" for number in range(8)]
@@ -118,9 +116,7 @@ async def test_a_replica_that_was_started_anew_has_lost_its_episodes(tiny_model:
     await server.drain(0)
 
 
-async def test_an_episode_outlives_a_controller_and_its_name_is_free_for_the_next(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_an_episode_outlives_its_controller_and_can_be_reopened(tiny_model: Path, tmp_path: Path) -> None:
     """A controller that resumes opens the same episodes, with the same attempt."""
     job, log = environment_job(tmp_path, tiny_model), tmp_path / "log"
     async with served("environment", job) as addresses:
@@ -313,9 +309,9 @@ async def test_what_an_agent_offers_are_tools(
         assert f"environment.Describe at {client.pool.addresses}: {words}" in str(error.value)
 
 
-async def test_a_plain_not_found_of_describe_is_an_unknown_agent_and_exhausted_is_busy(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_describe_maps_not_found_to_unknown_agent(tiny_model: Path, tmp_path: Path) -> None:
+    """RESOURCE_EXHAUSTED of any call is RoleBusy."""
+
     async def behaviour(name: str, context: Any) -> Any:
         code = grpc.StatusCode.NOT_FOUND if name == "Describe" else grpc.StatusCode.RESOURCE_EXHAUSTED
         await context.abort(code, "the reason")
@@ -350,9 +346,7 @@ async def test_an_answer_after_the_deadline_loses_the_episode(
             await client.act(turn("a", 1, "hello"))
 
 
-async def test_a_call_that_breaks_is_sent_again_to_a_replica_that_lives(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_a_call_that_breaks_is_sent_again_to_a_live_replica(tiny_model: Path, tmp_path: Path) -> None:
     asked: Counter[str] = Counter()
 
     async def behaviour(name: str, context: Any) -> Any:

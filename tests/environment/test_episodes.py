@@ -89,7 +89,7 @@ async def test_an_episode_is_opened_answered_and_closed(tiny_model: Path, tmp_pa
     ]
 
 
-async def test_a_call_that_is_repeated_gets_the_same_answer_without_a_second_effect(
+async def test_a_repeated_call_gets_its_answer_without_a_second_effect(
     tiny_model: Path, tmp_path: Path, log: Path
 ) -> None:
     async with stub_of(environment_job(tmp_path, tiny_model)) as stub:
@@ -234,9 +234,10 @@ async def test_a_replica_has_so_many_episodes_and_then_is_busy(
         await client.open_episode(opening("c", log=str(log)))
 
 
-async def test_one_that_waits_for_room_gets_it_however_long_the_others_are_answered(
+async def test_an_episode_that_waits_for_room_gets_it_in_the_end(
     tiny_model: Path, tmp_path: Path, log: Path
 ) -> None:
+    """However long the other episodes are answered."""
     job = environment_job(tmp_path, tiny_model, max_episodes=1, episode_timeout_s=1e6)
     busy = metrics.CLIENT_REQUESTS.labels("environment", "OpenEpisode", "RESOURCE_EXHAUSTED")._value
     async with environment(job, timeout_s=600.0) as client:
@@ -396,9 +397,8 @@ async def test_agents_are_described_and_an_unknown_one_is_named(tiny_model: Path
             await client.describe(DescribeRequest(agents=["obedient", "nobody"]))
 
 
-async def test_a_request_to_describe_more_agents_than_there_are_is_refused_before_one_is_made(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_describing_more_agents_than_exist_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    """Before one of them is made."""
     async with stub_of(environment_job(tmp_path, tiny_model)) as stub:
         code, said = await refused(stub.Describe(DescribeRequest(agents=["obedient"] * 85_000)))
     assert code is grpc.StatusCode.INVALID_ARGUMENT

@@ -10,7 +10,7 @@ import pytest
 from environments import calling, turn
 from tool_plugins import agent, opened
 
-from rolemesh.catalog.loading import forget
+from rolemesh.catalog.plugin_imports import forget
 from rolemesh.errors import EnvironmentFailed
 from rolemesh.rpc.calling.episodes import EnvironmentClient
 from rolemesh.v1.environment_pb2 import DescribeRequest
@@ -134,7 +134,7 @@ async def answers(client: EnvironmentClient, *calls: tuple[str, object]) -> list
     return [message.content for message in said.messages]
 
 
-async def test_a_functions_arguments_are_checked_against_the_schema_that_it_offers(
+async def test_arguments_are_checked_against_the_offered_schema(
     tiny_model: Path, tmp_path: Path, plugin: str
 ) -> None:
     calls = [
@@ -157,7 +157,7 @@ async def test_a_functions_arguments_are_checked_against_the_schema_that_it_offe
         ]
 
 
-async def test_arguments_without_names_are_not_offered_and_further_ones_may_be_given(
+async def test_unnamed_arguments_are_not_offered_but_are_accepted(
     tiny_model: Path, tmp_path: Path, plugin: str
 ) -> None:
     calls = [
@@ -180,7 +180,7 @@ async def test_arguments_without_names_are_not_offered_and_further_ones_may_be_g
     assert parameters["required"] == ["query"]
 
 
-async def test_arguments_whose_hints_json_does_not_have_are_not_checked(
+async def test_arguments_with_hints_that_json_lacks_are_not_checked(
     tiny_model: Path, tmp_path: Path, plugin: str
 ) -> None:
     given = {"unit": "c", "user": "eve", "on": "2024-02-29", "files": ["a"], "pages": 1, "more": {"a": 1}}
@@ -193,7 +193,7 @@ async def test_arguments_whose_hints_json_does_not_have_are_not_checked(
         ]
 
 
-async def test_what_a_function_returns_becomes_a_text_or_an_error_that_names_it(
+async def test_a_functions_result_becomes_text_or_an_error_naming_it(
     tiny_model: Path, tmp_path: Path, plugin: str
 ) -> None:
     texts = {
@@ -215,7 +215,7 @@ async def test_what_a_function_returns_becomes_a_text_or_an_error_that_names_it(
     assert thing.startswith("Error: TypeError: the tool's return value <object object at 0x")
 
 
-async def test_half_a_surrogate_pair_from_a_tool_is_an_error_that_the_policy_reads(
+async def test_a_tools_lone_surrogate_is_an_error_the_policy_reads(
     tiny_model: Path, tmp_path: Path, plugin: str
 ) -> None:
     calls: list[tuple[str, object]] = [
@@ -234,7 +234,7 @@ async def test_half_a_surrogate_pair_from_a_tool_is_an_error_that_the_policy_rea
     assert whole == "😀"
 
 
-async def test_half_a_surrogate_pair_that_the_policy_wrote_does_not_end_the_run(
+async def test_a_policys_lone_surrogate_does_not_end_the_run(
     tiny_model: Path, tmp_path: Path, plugin: str
 ) -> None:
     async with agent(tmp_path, tiny_model, plugin, tools=TOOLS, on_tool_error="fail") as client:

@@ -12,7 +12,7 @@ import pytest
 from environments import closing, job_with, opening, turn
 from serving import served
 
-from rolemesh.catalog.loading import forget
+from rolemesh.catalog.plugin_imports import forget
 from rolemesh.errors import EnvironmentFailed, InvalidData
 from rolemesh.roles import methods
 from rolemesh.rpc.calling.episodes import EnvironmentClient
@@ -105,7 +105,7 @@ async def test_steps_are_turns_and_their_rewards(tiny_model: Path, tmp_path: Pat
         assert [(await client.close_episode(closing(name))).reward for name in observed] == [0.0] * 3
 
 
-async def test_an_observation_that_is_not_text_and_an_exception_name_the_row(
+async def test_a_non_text_observation_and_an_exception_name_the_row(
     tiny_model: Path, tmp_path: Path, plugin: str
 ) -> None:
     async with guessing(tmp_path, tiny_model, plugin) as client:
@@ -124,7 +124,7 @@ async def test_an_observation_that_is_not_text_and_an_exception_name_the_row(
             await client.open_episode(opening("c", "guess", env_kwargs=[1]))
 
 
-async def test_what_reset_and_step_should_return_is_named_where_they_do_not(
+async def test_wrong_results_of_reset_and_step_name_the_expected_ones(
     tiny_model: Path, tmp_path: Path, plugin: str
 ) -> None:
     async with guessing(tmp_path, tiny_model, plugin) as client:
@@ -143,7 +143,7 @@ async def test_what_reset_and_step_should_return_is_named_where_they_do_not(
             await client.act(turn("c", 1, "unpaid"))
 
 
-async def test_an_environment_whose_reset_ends_after_its_episode_is_closed(
+async def test_an_environment_whose_reset_ends_too_late_is_closed(
     tiny_model: Path, tmp_path: Path, plugin: str
 ) -> None:
     async with guessing(tmp_path, tiny_model, plugin, call_timeout_s=3) as client:

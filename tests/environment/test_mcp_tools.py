@@ -159,9 +159,10 @@ async def beside_one_that_waits(call: Talk, pipe: Path, *calls: Callable[[], Awa
 
 
 @each
-async def test_an_answer_of_many_megabytes_is_not_read_and_fails_its_call_alone(
+async def test_an_answer_of_many_megabytes_fails_only_its_own_call(
     tiny_model: Path, tmp_path: Path, over: Over
 ) -> None:
+    """It is not read to its end."""
     async with over(tmp_path, tiny_model) as call:
 
         async def flood() -> None:
@@ -202,7 +203,7 @@ async def test_arguments_that_json_cannot_have_fail_their_call_alone(
         ('{"jsonrpc":"2.0","method":"notifications/message","params":{"text":"', '","id":7}}', None),
     ],
 )
-async def test_a_response_that_is_too_long_names_its_call_at_either_end(
+async def test_a_response_too_long_names_its_call_at_either_end(
     begin: str, end: str, asked: int | None
 ) -> None:
     for size in (64, 100, 1000, 100_000):
@@ -223,9 +224,7 @@ async def test_a_response_that_is_too_long_names_its_call_at_either_end(
         assert await next_message(stdout) is None
 
 
-async def test_an_answer_that_cannot_be_parsed_fails_its_call_alone_and_at_once(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_an_unparsable_answer_fails_only_its_call_and_at_once(tiny_model: Path, tmp_path: Path) -> None:
     """The time limit of the call is 240 s; that of a test is shorter."""
     line = '{"jsonrpc":"2.0","id":ID,"result":{"content":[{"type":"text","text":"%s"}]}}'
     answers = {
@@ -248,17 +247,14 @@ async def test_an_answer_that_cannot_be_parsed_fails_its_call_alone_and_at_once(
     assert said["good"] == ("fine", False)
 
 
-async def test_an_answer_in_text_alone_is_read_whatever_the_output_schema(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_an_answer_in_text_alone_is_read_with_any_output_schema(tiny_model: Path, tmp_path: Path) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     async with raw(tmp_path, tiny_model, {"count": text_of("n is 3")}, outputSchema=schema) as call:
         assert await call("count") == ("n is 3", False)
 
 
-async def test_an_answer_has_embedded_texts_and_structured_content_that_no_text_repeats(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_an_answer_has_embedded_texts_and_structured_content(tiny_model: Path, tmp_path: Path) -> None:
+    """Structured content that a text repeats is left out."""
     file = {"uri": "file:///notes.txt", "mimeType": "text/plain"}
     rows = [{"n": 1}, {"n": 2}]
     answers = {
@@ -311,9 +307,10 @@ async def test_a_server_that_hangs_is_started_anew(
         assert len(call.starts()) == 2
 
 
-async def test_a_server_at_a_url_is_reached_without_a_proxy_and_gone_is_an_error_of_each_call(
+async def test_a_server_at_a_url_is_reached_without_a_proxy(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A server that is gone is an error of each call."""
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody is there
     for name in ("no_proxy", "NO_PROXY"):
@@ -330,7 +327,7 @@ async def test_a_server_at_a_url_is_reached_without_a_proxy_and_gone_is_an_error
             assert await call("calculator", expression="1 + 1") == ("2", False)
 
 
-async def test_a_program_gets_the_variables_that_the_job_names_and_no_other(
+async def test_a_program_gets_only_the_variables_that_the_job_names(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOKEN_OF_MINE", "secret")
@@ -386,18 +383,18 @@ def tool_names(job: JobConfig) -> list[str]:
         agent.close()
 
 
-def test_an_output_schema_that_is_none_does_not_cost_the_other_tools() -> None:
+def test_an_invalid_output_schema_does_not_cost_the_other_tools() -> None:
     one = {"name": "one", "inputSchema": {"type": "object"}, "outputSchema": [1]}
     two = {"name": "two", "inputSchema": {"type": "object"}}
     assert tool_names(raw_job(one, two)) == ["one", "two"]
 
 
-def test_a_cursor_that_leads_to_the_same_page_again_ends_the_list() -> None:
+def test_a_cursor_that_repeats_the_same_page_ends_the_list() -> None:
     tools = [{"name": name, "inputSchema": {"type": "object"}} for name in ("one", "two")]
     assert tool_names(raw_job(*tools, cursor="next")) == ["one", "two"]
 
 
-def test_an_empty_or_repeated_page_does_not_cost_the_tools_after_it() -> None:
+def test_an_empty_or_repeated_page_does_not_cost_later_tools() -> None:
     one, two = ({"name": name, "inputSchema": {"type": "object"}} for name in ("one", "two"))
     pages = {
         "": {"tools": [one], "nextCursor": "empty"},
@@ -419,9 +416,7 @@ def test_an_empty_or_repeated_page_does_not_cost_the_tools_after_it() -> None:
         ({"properties": {"$ref": {"type": "string"}}}, ""),
     ],
 )
-def test_a_schema_that_refers_to_what_it_does_not_have_is_refused_at_start(
-    schema: dict[str, Any], refused: str
-) -> None:
+def test_a_schema_with_a_missing_reference_is_refused_at_start(schema: dict[str, Any], refused: str) -> None:
     job = raw_job({"name": "one", "inputSchema": {"type": "object", **schema}})
     if not refused:
         assert tool_names(job) == ["one"]

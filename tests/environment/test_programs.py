@@ -18,15 +18,15 @@ from environments import closing, job_with, opening, turn
 from serving import serve_process, served
 from test_episodes import until
 
-from rolemesh.catalog.loading import forget
+from rolemesh.catalog.plugin_imports import forget
 from rolemesh.config import JobConfig
 from rolemesh.errors import EnvironmentFailed, InvalidConfig
+from rolemesh.process_group import group_that_dies_with_me
 from rolemesh.roles import methods
 from rolemesh.rpc.calling.episodes import EnvironmentClient
-from rolemesh.sandbox.parent import group_that_dies_with_me
 from rolemesh.services.environment import episode
 from rolemesh.services.environment.agents import external
-from rolemesh.services.environment.running import within
+from rolemesh.services.environment.timeouts import within
 from rolemesh.v1.environment_pb2 import ActRequest
 
 # The endpoint without a library.
@@ -114,7 +114,7 @@ print(json.dumps({"reward": 0.5, "steps": 3}))
         ("ask(user, n=2)", r"HTTP Error 400(.|\n)*refused: n should be 1"),
     ],
 )
-async def test_a_program_that_fails_or_returns_no_reward_fails_the_episode(
+async def test_a_program_that_fails_or_has_no_reward_fails_the_episode(
     tiny_model: Path, tmp_path: Path, code: str, says: str
 ) -> None:
     async with program(tmp_path, tiny_model, code) as client:
@@ -248,9 +248,7 @@ finally:
 """
 
 
-async def test_programs_and_what_they_started_end_with_a_replica_that_is_killed(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_programs_and_their_children_end_with_a_killed_replica(tiny_model: Path, tmp_path: Path) -> None:
     job, log = program_job(tmp_path, tiny_model, OUTLIVES, {}), tmp_path / "log"
     async with (
         serve_process("environment", job, tmp_path) as replica,
@@ -281,7 +279,8 @@ def test_a_command_in_a_group_has_its_own_status(command: list[str], status: int
     assert in_a_group(command) == (status, says)
 
 
-def test_a_command_in_a_group_ignores_the_signals_that_it_would_ignore_without() -> None:
+def test_a_process_group_changes_no_ignored_signals() -> None:
+    """A command in a group ignores the signals that it would ignore without one."""
     ignored = ["grep", "SigIgn", "/proc/self/status"]
     assert in_a_group(ignored) == (0, subprocess.check_output(ignored, text=True))
 
@@ -317,9 +316,8 @@ async def test_a_program_whose_conversation_is_over_returns_its_reward(
         assert (await client.close_episode(closing("a"))).reward == 2
 
 
-async def test_a_program_that_fails_at_a_limit_fails_the_run_unless_the_job_has_a_reward_for_it(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_a_program_failing_at_a_limit_fails_the_run_by_default(tiny_model: Path, tmp_path: Path) -> None:
+    """With reward_at_limit the episode gets that reward."""
     code = "said = ask(user)\nask(user, said, user)"
     async with program(tmp_path, tiny_model, code) as client:
         await client.open_episode(opening("a", "external"))

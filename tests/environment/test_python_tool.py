@@ -204,9 +204,7 @@ def have_ended(pidfds: list[int]) -> bool:
     return all(select.select([pidfd], [], [], 60)[0] for pidfd in pidfds)
 
 
-async def test_nothing_is_left_of_an_episode_or_of_a_role_that_was_killed(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_nothing_is_left_of_an_episode_or_of_a_killed_role(tiny_model: Path, tmp_path: Path) -> None:
     sections = LIMITS | {"rollout": {"agent": {"default_agent_loop": "tool_agent"}}}
     job = job_with(tmp_path, tiny_model, sections, tools=["python"])
     async with (
@@ -232,9 +230,7 @@ async def test_nothing_is_left_of_an_episode_or_of_a_role_that_was_killed(
         await asyncio.gather(endless, return_exceptions=True)
 
 
-async def test_a_sandbox_that_was_killed_is_an_error_of_the_tool_and_is_started_anew(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_a_killed_sandbox_is_a_tool_error_and_is_started_anew(tiny_model: Path, tmp_path: Path) -> None:
     async with talking(tmp_path, tiny_model) as run:
         before = set(below(os.getpid()))
         await run("x = 1")

@@ -26,7 +26,7 @@ from rolemesh.v1.environment_pb2 import DescribeRequest
         ("3 @ (9 @ 4 @ 4) @ (2 @ 2 @ 2)", "-271"),
     ],
 )
-def test_the_operator_is_three_times_the_left_less_twice_the_right(expression: str, result: str) -> None:
+def test_the_operator_is_three_times_left_minus_twice_right(expression: str, result: str) -> None:
     """The last one: 9@4@4 = 19@4 = 49 and 2@2@2 = 2@2 = 2; 3@49 = -89, and -89@2 = -271."""
     assert calculate(expression) == result
 

@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from rolemesh.sandbox.box import Limits, Sandbox
-from rolemesh.sandbox.session import Sessions
+from rolemesh.sandbox.box import ProgramLimits, Sandbox
+from rolemesh.sandbox.interpreter import Sessions
 
 # It answers for itself, several thousand times, and reads no call any more.
 ANSWERS_ITSELF = """
@@ -22,9 +22,10 @@ while True: pass
 """
 
 
-async def test_an_interpreter_that_answers_for_itself_is_ended_once_it_reads_no_calls() -> None:
+async def test_an_interpreter_that_answers_without_reading_is_ended() -> None:
+    """It answers calls by itself before it reads them."""
     sessions = Sessions()
-    session = await sessions.open(Limits(cpu_s=60, wall_s=600.0))
+    session = await sessions.open(ProgramLimits(cpu_s=60, wall_s=600.0))
     said = await session.run(ANSWERS_ITSELF)
     async with asyncio.timeout(60):
         while not said.ended:
@@ -47,17 +48,18 @@ class SlowToStart(Sandbox):
         super().start()
 
 
-async def test_an_opening_that_is_cancelled_while_it_is_sent_leaves_the_next_one_its_own_files() -> None:
+async def test_a_cancelled_opening_leaves_the_next_one_its_own_files() -> None:
+    """It is cancelled while it is sent.|The next opening gets its own files."""
     gc.collect()  # what earlier tests left is closed now
     open_files = {*os.listdir("/proc/self/fd")}
     sessions, sandbox = Sessions(), SlowToStart()
     sessions._sandbox = sandbox
-    first = asyncio.create_task(sessions.open(Limits()))
+    first = asyncio.create_task(sessions.open(ProgramLimits()))
     await asyncio.to_thread(sandbox.begun.wait)
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
         await first
-    second = asyncio.create_task(sessions.open(Limits()))
+    second = asyncio.create_task(sessions.open(ProgramLimits()))
     await asyncio.sleep(0)  # it takes the lowest free descriptors
     sandbox.may_start.set()
     session = await second

@@ -14,7 +14,7 @@ from tool_plugins import agent, opened
 from rolemesh.agents.truncation import truncated
 from rolemesh.errors import EnvironmentFailed
 from rolemesh.models.loading import load_tokenizer
-from rolemesh.services.controller.conversations.conversation import Speech
+from rolemesh.services.controller.conversations.conversation import ChatCodec
 from rolemesh.services.environment.agents import tool_agent
 from rolemesh.telemetry import metrics
 from rolemesh.v1.environment_pb2 import ActRequest, DescribeRequest
@@ -111,7 +111,7 @@ async def test_the_policy_reads_why_its_call_is_malformed(tiny_model: Path, tmp_
         '<tool_call>{"name": "calculator", "arguments": {"expression": "1"}}</tool_call>'
         '<tool_call>{"name": "calculator", "arguments": [1]}</tool_call>'
     )
-    message = Speech(job, load_tokenizer(job.actor.model)).parse_turn(written, 1)
+    message = ChatCodec(job, load_tokenizer(job.actor.model)).parse_turn(written, 1)
     async with agent(tmp_path, tiny_model, tools=["calculator"], max_parallel_calls=2) as client:
         await opened(client)
         answer = await client.act(ActRequest(episode="a", attempt=1, turn=1, message=message))

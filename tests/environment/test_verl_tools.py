@@ -13,7 +13,7 @@ from environments import calling, closing, job_with, turn
 from serving import serve_process
 from tool_plugins import SCHEMA, agent, opened, tools_file
 
-from rolemesh.catalog.loading import forget
+from rolemesh.catalog.plugin_imports import forget
 from rolemesh.config.job import make_job
 from rolemesh.config.reward import RewardConfig
 from rolemesh.errors import EnvironmentFailed, InvalidConfig, InvalidData
@@ -41,9 +41,7 @@ GSM8K = {
 }
 
 
-async def test_verls_gsm8k_tool_rewards_the_answer_and_charges_for_no_progress(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_verls_gsm8k_tool_penalizes_answers_without_progress(tiny_model: Path, tmp_path: Path) -> None:
     file = tools_file(tmp_path, GSM8K)
     kwargs = {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "72", "other": None}}}
     async with agent(tmp_path, tiny_model, tool_config_path=file) as client:
@@ -121,9 +119,7 @@ async def test_a_reward_of_a_tool_that_is_no_number_fails_the_episode(
 # -------------------------------------------------------------------------------- interactions
 
 
-async def test_the_gsm8k_interaction_says_what_was_wrong_until_it_is_right(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_the_gsm8k_interaction_says_what_is_wrong_until_right(tiny_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "interactions.yaml"
     file.write_text(
         "interaction:\n"
@@ -153,7 +149,7 @@ async def test_the_gsm8k_interaction_says_what_was_wrong_until_it_is_right(
 
 
 @pytest.mark.parametrize("rules", ["rolemesh", "verl"])
-async def test_no_rule_takes_the_words_of_the_interaction_for_an_answer(
+async def test_no_rule_takes_the_interactions_words_for_an_answer(
     tiny_model: Path, tmp_path: Path, rules: Any
 ) -> None:
     """The text that a rule gets is the whole row: the turns, and what the interaction says between them."""
@@ -171,7 +167,7 @@ async def test_no_rule_takes_the_words_of_the_interaction_for_an_answer(
 
 
 @pytest.mark.parametrize("by_file", [False, True])
-async def test_the_interaction_looks_for_the_answer_where_the_reward_does(
+async def test_the_interaction_finds_the_answer_where_the_reward_does(
     tiny_model: Path, tmp_path: Path, by_file: bool
 ) -> None:
     file = tmp_path / "interactions.yaml"
@@ -274,9 +270,7 @@ async def test_a_role_whose_tools_cannot_be_made_does_not_start(tiny_model: Path
     assert f"rollout.multi_turn.tool_config_path: there is no file {tmp_path / 'absent.yaml'}; correct" in last
 
 
-def test_a_file_of_interactions_that_cannot_be_read_is_named_with_its_key(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_an_unreadable_interactions_file_is_named_with_its_key(tiny_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "interactions.yaml"
     key = "rollout.multi_turn.interaction_config_path"
     job = job_with(tmp_path, tiny_model, {}, interaction_config_path=str(file))

@@ -15,7 +15,7 @@ from in_process import train, write_data
 from in_process_commands import rolemesh
 
 from rolemesh.catalog.catalog import BUILT_IN
-from rolemesh.catalog.loading import NAMED, forget
+from rolemesh.catalog.plugin_imports import NAMED, forget
 from rolemesh.config import load_job
 from rolemesh.dataproto import DataProto
 from rolemesh.services.controller.pages.choice import record_step
@@ -44,7 +44,7 @@ def module(path: str) -> ModuleType:
     return made
 
 
-def test_every_folder_is_in_the_readme_and_is_run_by_make_examples() -> None:
+def test_every_folder_is_in_the_readme_and_in_make_examples() -> None:
     folders = {
         path.name
         for path in EXAMPLES.iterdir()
@@ -56,7 +56,7 @@ def test_every_folder_is_in_the_readme_and_is_run_by_make_examples() -> None:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_a_job_file_loads_without_a_warning_and_its_step_can_be_recorded(name: str) -> None:
+def test_a_job_file_loads_without_warning_and_records_its_step(name: str) -> None:
     job = load_job("tiny.yaml", [f"{name}/job.yaml"])
     assert job.trainer.experiment_name == name
     assert [idle.key for idle in job.idle_keys() if idle.is_set] == []
@@ -85,14 +85,15 @@ def test_surprise_gives_an_advantage_to_the_minority_alone() -> None:
     assert advantages[3, 0] == 0
 
 
-def test_surprise_compares_with_the_mean_of_the_middle_two_of_an_even_number() -> None:
+def test_surprise_of_an_even_number_compares_with_the_middle_two() -> None:
+    """It compares with the mean of the two."""
     rewards = torch.tensor([[0.0], [1.0], [4.0]])
     mask = torch.ones(3, 1, dtype=torch.bool)
     advantages, _ = module("estimator/surprise.py").compute_surprise(rewards, mask, ["a"] * 3, wrong_weight=1.0)
     assert advantages[:, 0].tolist() == [0 - 2.5, 1 - 2.0, 4 - 0.5]
 
 
-def test_the_tapered_loss_weighs_right_answers_by_one_and_wrong_ones_by_their_ratio() -> None:
+def test_tapered_loss_weighs_right_answers_1_and_wrong_by_ratio() -> None:
     log_probs = torch.tensor([[0.5, 0.5, 2.0]]).log().requires_grad_()
     old = torch.tensor([[0.25, 1.0, 0.5]]).log()
     found = module("policy_loss/tapered.py").tapered_policy_loss(
@@ -119,7 +120,7 @@ def test_the_reward_counts_digits_from_the_right(answer: str, score: float) -> N
     assert module("reward/digits.py").compute_score("", answer, "85", {})["score"] == pytest.approx(score)
 
 
-def test_the_reward_manager_takes_a_price_from_a_number_and_from_a_dict() -> None:
+def test_the_reward_manager_takes_a_price_from_number_or_dict() -> None:
     frugal = module("reward_manager/frugal.py").score_frugally
     row = {"data_source": "", "solution_str": "#### 85", "ground_truth": "85", "extra_info": {}}
     [by_rule] = frugal(lambda **row: 1.0, [row], per_character=0.1)
@@ -163,9 +164,7 @@ async def test_the_estimator_trains(tmp_path: Path, tiny_model: Path) -> None:
     assert step["actor/grad_norm"] is not None
 
 
-async def test_the_actor_computes_with_the_distribution_that_min_p_sampled(
-    tmp_path: Path, tiny_model: Path
-) -> None:
+async def test_the_actor_uses_the_distribution_that_min_p_sampled(tmp_path: Path, tiny_model: Path) -> None:
     job = load_job("tiny.yaml", [*overrides(tmp_path, tiny_model, "engine"), "rollout.options.min_p=0.6"])
     await train(job)
     [step] = read_metrics(job.run_dir / "metrics.jsonl")

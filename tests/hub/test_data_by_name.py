@@ -12,7 +12,7 @@ from in_process import write_data
 from rolemesh.config import JobConfig
 from rolemesh.config.data import DataConfig
 from rolemesh.config.job import make_job
-from rolemesh.data.source import load_rows
+from rolemesh.data.row_source import load_rows
 from rolemesh.errors import InvalidData
 from rolemesh.models.fetching import fetched, pinned
 

@@ -17,7 +17,6 @@ from in_process_commands import rolemesh as command
 from launched import rolemesh, written
 
 import rolemesh as library
-from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
 from rolemesh.config.base import parse_overrides
 from rolemesh.config.job import make_job
@@ -53,7 +52,7 @@ def test_a_name_gives_the_files_of_the_directory_and_no_others(hub: Hub, tiny_mo
     assert hub.requests == []  # a role never asks the Hub
 
     job = fetched(job_of())
-    assert job.actor.model.revision == ROLES["reference"].model(job).revision == commit
+    assert job.actor.model.revision == job.model_of("reference").revision == commit
     found = model_directory(job.actor.model, "actor")
     assert contents(found) == {file: b for file, b in contents(tiny_model).items() if file != "README.md"}
     assert not any(hub.asked(file) for file in (PICKLES | OTHERS))
@@ -91,7 +90,7 @@ async def test_a_run_by_name_has_the_bits_of_a_run_from_the_directory(
         assert f"revision of {role}'s model is '{moved}' now and was '{commit}'" in answer.stderr
 
 
-def test_a_revision_is_pinned_for_all_roles_and_outlives_the_branch(hub: Hub, tiny_model: Path) -> None:
+def test_all_roles_pin_one_revision_that_outlives_its_branch(hub: Hub, tiny_model: Path) -> None:
     old = hub.add(NAME, contents(tiny_model), branch="v1")
     new = hub.add(NAME, contents(tiny_model) | {"config.json": b"{}"})
     assert old != new
@@ -164,7 +163,7 @@ def test_the_token_is_sent_and_nowhere_kept(
         (-1, "", HubUnavailable, "ConnectError"),
     ],
 )
-def test_each_failure_names_the_model_the_endpoint_and_what_to_do(
+def test_each_failure_names_model_endpoint_and_remedy(
     hub: Hub,
     monkeypatch: pytest.MonkeyPatch,
     status: int,
@@ -189,7 +188,7 @@ def test_each_failure_names_the_model_the_endpoint_and_what_to_do(
     assert "(HF_ENDPOINT)" in message
 
 
-def test_a_path_that_is_neither_directory_nor_hub_name_is_refused(hub: Hub, tiny_model: Path) -> None:
+def test_a_path_neither_directory_nor_hub_name_is_refused(hub: Hub, tiny_model: Path) -> None:
     for path in ("outputs/tiny/model", "absent", "/absent/model", "../a", "Owner/Name/"):
         with pytest.raises(ModelNotFound, match=r"no such model directory.*not a name of the Hugging Face"):
             existing_directory(job_of(path).actor.model, "actor")
@@ -234,7 +233,7 @@ def contents_by_name(cache: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in cache.rglob("model-*.safetensors")}
 
 
-async def test_a_repeated_download_keeps_the_files_of_one_that_was_killed(hub: Hub, tmp_path: Path) -> None:
+async def test_a_repeated_download_keeps_files_of_a_killed_one(hub: Hub, tmp_path: Path) -> None:
     shards = {f"model-{i}.safetensors": os.urandom(size * CHUNK) for i, size in enumerate((1, 4))}
     hub.add(NAME, shards)
     job = tmp_path / "job.yaml"

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rolemesh.config.job import DTYPE_KEYS, make_job
+from rolemesh.config.job import make_job
+from rolemesh.config.job_sections import DTYPE_KEYS
 from rolemesh.config.model import FrozenModelConfig, chosen_dtype
 from rolemesh.errors import InvalidConfig
 from rolemesh.models.loading import load_causal_lm, with_dtype
 from rolemesh.models.packed.attention import packed_attention, padded_attention
 from rolemesh.models.packed.layout import pack
-from rolemesh.services.rollout.engines.hf.attention import Reading
+from rolemesh.services.rollout.engines.hf.cached_attention import Reading
 
 HEADS, SHARED, WIDTH = 6, 2, 8
 
@@ -45,7 +46,7 @@ def test_auto_is_bfloat16_where_a_gpu_multiplies_in_it(
         assert chosen_dtype("bfloat16", "rollout.dtype", device, capability) == "bfloat16"
 
 
-def test_bfloat16_on_a_gpu_without_it_is_refused_with_what_to_set() -> None:
+def test_bfloat16_on_a_gpu_without_it_names_what_to_set() -> None:
     message = r"actor\.model\.dtype is bfloat16, but this GPU has compute capability 7\.5.*float32, or to auto"
     with pytest.raises(InvalidConfig, match=message):
         chosen_dtype("bfloat16", "actor.model.dtype", "cuda", (7, 5))
@@ -71,7 +72,7 @@ def test_a_job_is_decided_for_a_device_and_what_it_names_stays() -> None:
         assert decided.with_dtypes("cpu") == decided
 
 
-def test_a_role_on_a_cpu_has_the_section_that_names_float32_and_says_so(
+def test_a_role_on_a_cpu_uses_float32_and_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO):
@@ -117,7 +118,7 @@ def attend(kind: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["packed", "packed with a window", "padded", "hf"])
-def test_in_float32_on_a_gpu_each_head_has_keys_and_values_of_its_own(kind: str) -> None:
+def test_float32_heads_on_a_gpu_have_their_own_keys_and_values(kind: str) -> None:
     """SDPA's fused kernel for float32 knows no shared heads; without it, all scores would be kept."""
     torch.manual_seed(0)
     shapes = [(2, heads, 9, WIDTH) for heads in (HEADS, SHARED, SHARED)]

@@ -21,7 +21,7 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, ModelNotFound
 from rolemesh.models.heads import ScoreModel
 from rolemesh.models.loading import load_body, load_causal_lm, load_outline
-from rolemesh.models.packed.probe import prepare_body
+from rolemesh.models.packed.load_probe import prepare_body
 from rolemesh.models.reward_model import RewardModel
 from rolemesh.models.sequence import token_stats
 from rolemesh.models.sharded import read_score_model
@@ -124,7 +124,7 @@ def job_of(tokens: int) -> JobConfig:
                    "max_position_embeddings": 16}),
     ],
 )  # fmt: skip
-def test_lengths_at_which_a_rows_numbers_depend_on_its_neighbours_are_refused(
+def test_lengths_where_rows_depend_on_neighbours_are_refused(
     tmp_path: Path, kind: str, settings: dict[str, Any]
 ) -> None:
     model = load_causal_lm(made(tmp_path, kind, **{"max_position_embeddings": 256} | settings), "actor")
@@ -151,7 +151,7 @@ def test_positions_of_other_kinds_have_no_such_length(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------- multimodal
 
 
-def test_texts_of_a_multimodal_model_have_their_log_probs_and_values(tmp_path: Path) -> None:
+def test_multimodal_models_have_log_probs_and_values_of_texts(tmp_path: Path) -> None:
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     settings = Gemma3Config(
         text_config=SMALL | {"head_dim": 8, "max_position_embeddings": 64},
@@ -205,7 +205,7 @@ def with_tensors(directory: Path, **tensors: torch.Tensor) -> ModelConfig:
     return ModelConfig(path=str(directory))
 
 
-def test_quantized_weights_that_would_be_read_as_plain_numbers_are_refused(tmp_path: Path) -> None:
+def test_quantized_weights_that_would_be_read_plain_are_refused(tmp_path: Path) -> None:
     directory = make_tiny_model(tmp_path, "llama")
     name = "model.layers.0.mlp.up_proj.weight"
     narrow = (load_file(directory / "model.safetensors")[name] * 100).to(torch.float8_e4m3fn)
@@ -215,7 +215,7 @@ def test_quantized_weights_that_would_be_read_as_plain_numbers_are_refused(tmp_p
 
 
 @pytest.mark.parametrize("load", [load_causal_lm, load_body])
-def test_a_bias_that_the_model_would_leave_out_is_refused_unless_it_is_zero(
+def test_a_nonzero_bias_that_the_model_would_ignore_is_refused(
     tmp_path: Path, load: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = make_tiny_model(tmp_path, "llama")
@@ -239,7 +239,7 @@ def test_heads_that_a_body_does_not_have_are_no_news(tmp_path: Path, caplog: pyt
     assert caplog.text == ""
 
 
-def test_a_tie_that_the_files_do_not_hold_is_refused_where_a_server_reads_them(tmp_path: Path) -> None:
+def test_a_served_tie_that_the_files_contradict_is_refused(tmp_path: Path) -> None:
     directory = make_tiny_model(tmp_path, "qwen2")
     table = load_file(directory / "model.safetensors")["model.embed_tokens.weight"]
     load_served_outline(with_tensors(directory, lm_head__weight=table.clone()))

@@ -81,7 +81,7 @@ def scored(worker: Any, column: str) -> tuple[Tensor, int]:
 
 
 @pytest.mark.parametrize("stored", [torch.float32, HALF])
-def test_the_reference_computes_what_the_actor_computes_before_its_first_step(
+def test_the_reference_equals_the_actor_before_its_first_step(
     any_model: Path, tmp_path: Path, stored: torch.dtype
 ) -> None:
     """So the KL divergence is exactly 0 there."""

@@ -17,13 +17,13 @@ from rolemesh.config.job import make_job
 from rolemesh.errors import InvalidConfig
 from rolemesh.models import chunks, distribution
 from rolemesh.models.chunks import tokens_in_block
-from rolemesh.models.distribution import TokenStats, Wanted, distribution_stats, head, with_head
+from rolemesh.models.distribution import TokenStats, WantedStatistics, distribution_stats, head, with_head
 from rolemesh.models.heads import VocabularyHead
 from rolemesh.services.actor.worker import ActorWorker
 
 GIB = 2**30
 VOCABULARY, HIDDEN, TOKENS = 4096, 64, 1200
-LOG_PROBS = Wanted(0.7, entropy=True, entropy_gradient=False, sum_pi_squared=False)
+LOG_PROBS = WantedStatistics(0.7, entropy=True, entropy_gradient=False, sum_pi_squared=False)
 
 
 class Kernels(TorchDispatchMode):
@@ -69,13 +69,13 @@ def hidden_states() -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def stats_of(model: Any, hidden: Tensor, drawn: Tensor, wanted: Wanted = LOG_PROBS) -> TokenStats:
+def stats_of(model: Any, hidden: Tensor, drawn: Tensor, wanted: WantedStatistics = LOG_PROBS) -> TokenStats:
     with torch.autocast("cpu", torch.bfloat16):
         vocabulary_head = narrow_head(model, "model")
         return distribution_stats(model, output_of(hidden), hidden, drawn, None, wanted, vocabulary_head)
 
 
-def test_a_block_without_gradients_takes_at_most_12_kernels_and_gives_the_numbers_of_a_cpu(
+def test_no_grad_blocks_take_at_most_12_kernels_and_match_a_cpu(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The memory of a GPU is said to be here. Two columns of several blocks are joined; squares are a third."""
@@ -97,7 +97,7 @@ def test_a_block_without_gradients_takes_at_most_12_kernels_and_gives_the_number
         assert len(kernels.names) <= 15 * num_blocks + 3 * (num_blocks > 1), "\n".join(kernels.names)
 
 
-def test_a_block_is_as_large_as_the_gpu_allows_and_the_same_on_gpus_of_a_kind() -> None:
+def test_a_block_is_as_large_as_the_kind_of_gpu_allows() -> None:
     """8 bytes a logit, a sixteenth of the memory: of 80 GiB 2**29 logits, 3,533 tokens of Qwen's vocabulary."""
     assert tokens_in_block(151_936, 80 * GIB) == tokens_in_block(151_936, 85_000_000_000) == 3533
     assert tokens_in_block(151_936, 24 * GIB) == 2**27 // 151_936
@@ -107,7 +107,7 @@ def test_a_block_is_as_large_as_the_gpu_allows_and_the_same_on_gpus_of_a_kind() 
 # ---------------------------------------------------------------------------- against float64
 
 
-def test_float32_logits_of_rounded_operands_have_no_error_of_their_own(model: Any) -> None:
+def test_float32_logits_of_rounded_operands_add_no_error(model: Any) -> None:
     """Those in bfloat16 are off by 0.012 on average at a standard deviation of 3."""
     hidden, drawn = hidden_states()
     with torch.no_grad():
@@ -158,7 +158,7 @@ def test_the_gradient_over_many_chunks_is_as_exact_as_over_one(
 # --------------------------------------------------------------------- in actor, reference and rollout
 
 
-def test_an_update_and_a_call_for_log_probs_each_cast_the_heads_weight_once(two_layers: Path) -> None:
+def test_an_update_and_a_log_probs_call_each_cast_the_head_once(two_layers: Path) -> None:
     """16 rows are 4 micro-batches; an update makes 2 optimizer steps, after which the weight is another."""
     half = {"dtype": "bfloat16"}
     job = make_job(
@@ -179,7 +179,7 @@ def test_an_update_and_a_call_for_log_probs_each_cast_the_heads_weight_once(two_
     worker.close()
 
 
-def test_a_model_called_with_a_float32_head_gives_the_trainers_logits(model: Any) -> None:
+def test_a_model_with_a_float32_head_gives_the_trainers_logits(model: Any) -> None:
     """Engine hf calls it so. The model's own weights are used, with the names that they had."""
     ids, names = torch.arange(3, 12)[None], [name for name, _ in model.named_parameters()]
     vocabulary_head = narrow_head(model, "float32")

@@ -16,14 +16,14 @@ from rolemesh.errors import InvalidBatch, InvalidConfig
 from rolemesh.models.micro_batches import MicroBatches, balance, within
 
 
-def test_the_longest_row_goes_first_and_each_to_the_emptiest_part() -> None:
+def test_the_longest_row_goes_first_and_to_the_emptiest_part() -> None:
     """8 | 7; 6 joins 7; 5 joins 8; 4 joins either (13 each): the first."""
     assert balance([4, 8, 5, 7, 6], 2, 5) == [[0, 1, 2], [3, 4]]
     assert balance([9, 1, 1, 1], 2, 2) == [[0, 3], [1, 2]]  # by rows the second part could hold all three
     assert balance([5, 5, 5, 5], 4, 1) == [[0], [1], [2], [3]]
 
 
-def test_parts_hold_all_rows_once_and_no_more_tokens_than_they_may() -> None:
+def test_parts_hold_all_rows_once_within_the_token_limit() -> None:
     draw = random.Random(0)
     for _ in range(200):
         lengths = [draw.randint(1, 50) for _ in range(draw.randint(1, 40))]
@@ -188,7 +188,7 @@ def test_token_budgets_that_are_left_out_are_the_actors() -> None:
     assert job.max_tokens("critic") is None
 
 
-def test_rows_are_dealt_to_ranks_once_each_and_evenly() -> None:
+def test_rows_are_divided_among_ranks_once_each_and_evenly() -> None:
     draw = random.Random(1)
     for _ in range(200):
         count, num_ranks = draw.randint(1, 30), draw.randint(1, 9)
@@ -202,7 +202,7 @@ def test_rows_are_dealt_to_ranks_once_each_and_evenly() -> None:
             (None, False, True),
             (40, True, True),
         ]:
-            parts = MicroBatches(draw.randint(1, 8), most, packed, balanced).deal(rows, num_ranks)
+            parts = MicroBatches(draw.randint(1, 8), most, packed, balanced).shard(rows, num_ranks)
             assert len(parts) == num_ranks
             assert sorted(torch.cat(parts).tolist()) == list(range(count))
             assert all(part.tolist() == sorted(part.tolist()) for part in parts)
@@ -217,15 +217,15 @@ def test_rows_are_dealt_to_ranks_once_each_and_evenly() -> None:
                 assert max(spread) <= int(tokens.sum()) / num_ranks + 10
 
 
-def test_answers_to_one_prompt_are_dealt_to_one_rank_where_that_is_even() -> None:
+def test_answers_to_a_prompt_go_to_one_rank_where_that_is_even() -> None:
     rows = rows_of([4] * 8, prompts=[0, 1, 0, 1, 2, 2, 3, 3])
     for most in (None, 20):
-        parts = [part.tolist() for part in MicroBatches(2, most, True, True).deal(rows, 2)]
+        parts = [part.tolist() for part in MicroBatches(2, most, True, True).shard(rows, 2)]
         prompts = [{int(rows["input_ids"][row, 0]) for row in part} for part in parts]
         assert sorted(map(len, parts)) == [4, 4]
         assert not prompts[0] & prompts[1]
 
 
-def test_a_row_that_no_pass_may_hold_is_not_dealt() -> None:
+def test_a_row_that_no_pass_may_hold_is_not_sharded() -> None:
     with pytest.raises(InvalidBatch, match=r"row 2 has 9 tokens, and critic\.ppo_max_token_len_per_gpu is 8"):
-        MicroBatches(1, 8, True, True, "critic.ppo_max_token_len_per_gpu").deal(rows_of([3, 4, 9]), 2)
+        MicroBatches(1, 8, True, True, "critic.ppo_max_token_len_per_gpu").shard(rows_of([3, 4, 9]), 2)

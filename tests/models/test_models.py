@@ -203,7 +203,7 @@ def test_a_classifier_with_several_labels_is_no_reward_model(two_layers: Path, t
 
 
 @pytest.mark.skipif("GenuineIntel" not in CPU, reason="MKL has its strict mode on Intel's processors")
-def test_a_products_rows_do_not_depend_on_how_many_there_are_nor_on_threads() -> None:
+def test_matmul_rows_do_not_depend_on_row_count_or_threads() -> None:
     """What the laws on bits rest on. 896 inputs: without MKL's strict mode two threads cut the sum."""
     generator = torch.Generator().manual_seed(0)
     weight, rows = torch.randn(128, 896, generator=generator), torch.randn(300, 896, generator=generator)

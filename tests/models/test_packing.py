@@ -23,9 +23,9 @@ from rolemesh.models.distribution import head
 from rolemesh.models.heads import ScoreModel
 from rolemesh.models.packed import attention
 from rolemesh.models.packed.layout import pack, padded_width
-from rolemesh.models.packed.probe import remove_padding
+from rolemesh.models.packed.load_probe import remove_padding
 from rolemesh.models.sequence import token_stats, token_values
-from rolemesh.training.loop import checkpoint_activations
+from rolemesh.training.update_loop import checkpoint_activations
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SMALL = {
@@ -86,7 +86,7 @@ def stats_and_gradients(model: Any, rows: DataProto, device: torch.device = CPU)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_packed_rows_give_the_numbers_and_gradients_of_padded_ones(kind: str) -> None:
+def test_packed_rows_match_padded_numbers_and_gradients(kind: str) -> None:
     rows = uneven(9)
     for dtype, error in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         model = causal_lm(kind, dtype)
@@ -244,7 +244,7 @@ def test_a_models_own_change_of_its_logits_is_applied(kind: str, settings: dict[
 
 def test_the_sum_of_squared_probabilities_of_two_tokens() -> None:
     """Softmax of (0, ln 3) is (1/4, 3/4), and 1/16 + 9/16 = 10/16."""
-    wanted = distribution.Wanted(1.0, True, False, True)
+    wanted = distribution.WantedStatistics(1.0, True, False, True)
     logits = torch.tensor([[1.0, 3.0]]).log()
     stats = wanted.of(logits, torch.tensor([1]), None)
     assert stats.sum_pi_squared is not None
@@ -252,7 +252,7 @@ def test_the_sum_of_squared_probabilities_of_two_tokens() -> None:
     assert_close(stats.log_probs, torch.tensor([0.75]).log())
 
 
-def test_log_probs_at_a_large_vocabulary_need_little_more_than_a_chunk_of_logits() -> None:
+def test_large_vocabulary_log_probs_need_one_chunk_of_logits() -> None:
     """Of 512 response tokens 256 at a time: 156 MB of logits, where the batch's are 311 MB."""
     tiny = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
     model = causal_lm("Qwen2", torch.float32, vocab_size=152_000, **tiny)
@@ -272,7 +272,7 @@ def test_log_probs_at_a_large_vocabulary_need_little_more_than_a_chunk_of_logits
 
 
 @pytest.mark.gpu
-def test_packed_rows_give_the_numbers_of_padded_ones_in_bfloat16_on_a_gpu(
+def test_packed_bfloat16_rows_match_padded_ones_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """There attention is the kernel for uneven lengths, and keeps its window."""
@@ -299,7 +299,7 @@ def test_packed_rows_give_the_numbers_of_padded_ones_in_bfloat16_on_a_gpu(
     ("device", "weights", "offload"),
     [("meta", "meta", True), ("meta", "cpu", True), ("meta", "meta", False), ("cpu", "cpu", True)],
 )
-def test_activations_go_to_the_host_where_the_job_says_so_and_there_is_a_device(
+def test_activations_are_offloaded_only_if_set_and_on_a_device(
     device: str, weights: str, offload: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`meta` stands for a device, also with weights on the host between passes (param_offload). What moves
@@ -322,7 +322,7 @@ def test_activations_go_to_the_host_where_the_job_says_so_and_there_is_a_device(
 
 
 @pytest.mark.gpu
-def test_activations_on_the_host_leave_the_gradients_and_free_the_gpu() -> None:
+def test_offloaded_activations_keep_gradients_and_free_the_gpu() -> None:
     """Without the inputs of the layers the peak is lower by most of their size."""
     rows, layers, width = uneven(64), 16, 256
     peaks, gradients = [], []

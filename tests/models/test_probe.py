@@ -27,7 +27,7 @@ from rolemesh.models.packed.attention import (
     packed_attention,
 )
 from rolemesh.models.packed.layout import pack
-from rolemesh.models.packed.probe import remove_padding
+from rolemesh.models.packed.load_probe import remove_padding
 from rolemesh.models.reward_model import RewardModel
 from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
 from rolemesh.services.critic.worker import CriticWorker
@@ -140,7 +140,7 @@ def test_numbers_that_are_not_finite_are_not_the_architectures() -> None:
 # --------------------------------------------------------------------- what the kernel cannot do
 
 
-def test_heads_that_the_kernel_does_not_have_are_refused_before_it() -> None:
+def test_heads_that_the_kernel_lacks_are_refused_before_it_runs() -> None:
     for fits in (8, 64, 256):
         check_heads_fit(fits, fits)
     for head_dim, value_dim, message in (
@@ -179,7 +179,7 @@ def test_the_error_of_a_missing_kernel_says_both_ways_out() -> None:
 
 
 @pytest.mark.gpu
-def test_the_widest_heads_of_the_kernel_pass_on_a_gpu_and_wider_ones_in_float32() -> None:
+def test_the_widest_kernel_heads_run_and_wider_ones_in_float32() -> None:
     remove_padding(body_of("Qwen3", head_dim=256).cuda(), "actor", "bfloat16")
     remove_padding(body_of("Qwen3", head_dim=264).cuda(), "actor", "float32")
     with pytest.raises(InvalidConfig, match=r"heads of width 264, .* or actor\.model\.dtype to float32"):

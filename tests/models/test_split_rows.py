@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
-from rolemesh.models.packed.probe import remove_padding
+from rolemesh.models.packed.load_probe import remove_padding
 from rolemesh.models.sequence import check_sequences, token_stats
 from rolemesh.services.controller.stages.experience import join
 from rolemesh.wire.limits import MAX_CONTEXTS
@@ -45,7 +45,7 @@ def parts(rows: DataProto, begin: int) -> tuple[DataProto, DataProto]:
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("kind", ["Qwen2", "Mistral"])
-def test_numbers_and_gradients_are_those_of_the_contexts_as_rows_of_their_own(kind: str, packed: bool) -> None:
+def test_contexts_match_separate_rows_in_numbers_and_gradients(kind: str, packed: bool) -> None:
     model, rows = causal_lm(kind), split(uneven(9), 7)
     if packed:
         remove_padding(model.get_decoder(), "actor")
@@ -85,7 +85,7 @@ def test_one_context_changes_no_bit_in_another() -> None:
     assert not torch.equal(kept[:, :7], changed[:, :7])
 
 
-def test_positions_begin_again_where_a_prompt_takes_the_place_of_another() -> None:
+def test_positions_begin_again_where_a_prompt_replaces_another() -> None:
     batch = DataProto(
         {
             "prompts": torch.tensor([[0, 5, 6], [7, 8, 9]]),

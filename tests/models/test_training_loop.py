@@ -14,11 +14,11 @@ from rolemesh.config.model import OptimConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.models.micro_batches import MicroBatches
 from rolemesh.ranks.ranks import Ranks
-from rolemesh.training.loop import Schedule, learn, train
 from rolemesh.training.optimizer import Optimizer
+from rolemesh.training.update_loop import Schedule, learn, train
 
 
-def test_shares_add_up_means_are_over_all_tokens_and_extremes_stay_extremes() -> None:
+def test_metrics_combine_as_sums_token_means_and_extremes() -> None:
     """Two mini-batches of two rows, a micro-batch each. Rows 1 and 3 have 0 and 1 tokens, rows 2 and 6 have 1
     and 3: their means are 3/1 and (2 + 3·6)/4."""
     batch = DataProto(
@@ -70,7 +70,7 @@ def test_shares_add_up_means_are_over_all_tokens_and_extremes_stay_extremes() ->
     ("kind", "noise"),
     [("Mixtral", {}), ("Phimoe", {"input_jitter_noise": 0.1}), ("Phimoe", {"input_jitter_noise": 0.0})],
 )
-def test_an_update_computes_the_policy_of_the_evaluation_also_with_experts_that_are_noisy_in_training(
+def test_an_update_uses_the_evaluation_policy_with_noisy_experts(
     kind: str, noise: dict[str, float], checkpoints: bool
 ) -> None:
     """Both multiply the router's input by noise in training mode, and PhiMoE draws its experts there."""

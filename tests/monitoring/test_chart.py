@@ -23,9 +23,8 @@ def release() -> list[dict[str, Any]]:
     return objects({}, files=EXAMPLES[-1:])
 
 
-def test_a_releases_alerts_are_of_its_own_runs_and_say_what_the_file_says(
-    release: list[dict[str, Any]], tmp_path: Path
-) -> None:
+def test_a_releases_alerts_select_its_own_runs(release: list[dict[str, Any]], tmp_path: Path) -> None:
+    """And their annotations are those of the file."""
     (made,) = of_kind(release, "PrometheusRule")
     (group,) = made["spec"]["groups"]
     for rule, plain in zip(group["rules"], rules(), strict=True):
@@ -49,16 +48,17 @@ def test_a_releases_alerts_are_of_its_own_runs_and_say_what_the_file_says(
         ("", ""),
     ],
 )
-def test_a_releases_alerts_name_their_pages_where_the_values_say_they_are(runbooks: str, folder: str) -> None:
+def test_a_releases_alerts_link_runbooks_where_the_values_say(runbooks: str, folder: str) -> None:
     (made,) = of_kind(objects({"monitoring": {"runbooks": runbooks}}), "PrometheusRule")
     alerts = [rule for rule in made["spec"]["groups"][0]["rules"] if "alert" in rule]
     pages = [rule["annotations"]["runbook_url"] for rule in alerts]
     assert pages == [f"{folder}{rule['alert']}.md" for rule in alerts]
 
 
-def test_a_releases_pods_get_the_label_that_dashboards_and_alerts_ask_for(
+def test_a_releases_pods_have_the_label_that_queries_select(
     release: list[dict[str, Any]],
 ) -> None:
+    """The queries of dashboards and alerts."""
     (monitor,) = of_kind(release, "PodMonitor")
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     of_instance = "__meta_kubernetes_pod_label_app_kubernetes_io_instance"

@@ -43,7 +43,7 @@ async def test_state_phases_and_times_of_a_run(tiny_model: Path, tmp_path: Path)
     assert saved == [2, 4]  # a save's seconds are told once
 
 
-def test_a_run_is_starting_before_its_controller_has_found_its_roles() -> None:
+def test_a_run_is_starting_until_its_controller_finds_its_roles() -> None:
     RunStatus("run")
     assert [shown("rolemesh_run_state", state=state) for state in ("starting", "running", "finished")] == [
         1,
@@ -52,7 +52,7 @@ def test_a_run_is_starting_before_its_controller_has_found_its_roles() -> None:
     ]
 
 
-async def test_a_resumed_run_is_as_far_from_its_checkpoint_as_the_checkpoint_is_old(
+async def test_a_resumed_runs_checkpoint_age_is_that_of_the_checkpoint(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     job = small_job(tmp_path, tiny_model, "run", "trainer.save_freq=2", "trainer.total_training_steps=2")

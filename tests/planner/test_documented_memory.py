@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from planned import H100, ppo
 
-from rolemesh.planner.devices import GIB
+from rolemesh.planner.device_specs import GIB
 from rolemesh.planner.memory import kv_bytes_per_token, role_memory
 from rolemesh.planner.shapes import ModelShape
 
@@ -59,6 +59,7 @@ def test_the_documentation_has_the_planners_memory_by_model_size(name: str) -> N
     assert f"\n| {' | '.join(cells)} |\n" in PAGE.read_text(encoding="utf-8")
 
 
-def test_the_smallest_and_a_larger_model_have_as_many_parameters_as_published() -> None:
+def test_two_models_have_as_many_parameters_as_published() -> None:
+    """The smallest model and a larger one."""
     assert SHAPES["0.5B"].policy_parameters == 494_032_768
     assert SHAPES["7B"].policy_parameters == 7_615_616_512

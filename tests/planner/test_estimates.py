@@ -13,18 +13,18 @@ from planned import COLLOCATE, H100, LLAMA_7B, MODELLED, STANDALONE, planner, pp
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from rolemesh.checks.device_memory import least_memory, least_on_gpu
 from rolemesh.config.model import ModelConfig
 from rolemesh.errors import InvalidConfig, ModelNotFound
 from rolemesh.models.heads import ScoreModel
 from rolemesh.models.loading import model_directory
 from rolemesh.planner.activations import gathered_bytes
-from rolemesh.planner.cost import Pass, role_seconds
-from rolemesh.planner.devices import GIB, Device, available_memory, cpu, human_size, parse_size
+from rolemesh.planner.cost import ForwardPass, role_seconds
+from rolemesh.planner.device_specs import GIB, Device, available_memory, cpu, human_size, parse_size
 from rolemesh.planner.memory import kv_bytes_per_token, logits_bytes, role_memory, scoring_bytes
-from rolemesh.planner.refusal import least_memory, least_on_gpu
 from rolemesh.planner.search import search
 from rolemesh.planner.shapes import ModelShape, read_shape
-from rolemesh.ranks.files import TensorFiles
+from rolemesh.ranks.sharded_files import TensorFiles
 
 # -------------------------------------------------------------------------------------- shapes
 
@@ -51,7 +51,7 @@ def test_parameters_are_counted_exactly_with_and_without_weights(any_model: Path
     assert shape.score_parameters == sum(p.numel() for p in critic.parameters())
 
 
-def test_the_same_weights_in_another_file_beside_them_are_not_counted(two_layers: Path, tmp_path: Path) -> None:
+def test_duplicate_weights_in_another_file_are_not_counted(two_layers: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(two_layers, tmp_path / "model")
     expected = read_shape(ModelConfig(path=str(directory)), "actor")
     weights = load_file(directory / "model.safetensors")
@@ -61,7 +61,7 @@ def test_the_same_weights_in_another_file_beside_them_are_not_counted(two_layers
     assert read_shape(ModelConfig(path=str(directory)), "actor") == expected
 
 
-def test_a_token_is_multiplied_by_the_experts_that_it_is_routed_to(tmp_path: Path) -> None:
+def test_a_token_is_multiplied_by_the_experts_it_is_routed_to(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "intermediate_size": 64}
     config = Qwen3MoeConfig(vocab_size=300, head_dim=16, **sizes, **experts)
@@ -102,9 +102,7 @@ def test_a_directory_that_describes_no_model_is_an_error(tmp_path: Path, text: s
     ],
     ids=lambda header: header[:50],
 )
-def test_weights_of_which_the_header_is_anything_else_are_one_sentence(
-    tiny_model: Path, tmp_path: Path, header: str
-) -> None:
+def test_a_malformed_weights_header_is_a_one_line_error(tiny_model: Path, tmp_path: Path, header: str) -> None:
     shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "model.safetensors"
     file.write_bytes(len(header.encode()).to_bytes(8, "little") + header.encode() + bytes(4))
@@ -115,7 +113,8 @@ def test_weights_of_which_the_header_is_anything_else_are_one_sentence(
         TensorFiles.of_model(tmp_path)
 
 
-def test_a_model_that_is_not_there_is_named_with_what_makes_it_as_by_those_who_load_it(tmp_path: Path) -> None:
+def test_a_missing_model_error_is_that_of_its_loader(tmp_path: Path) -> None:
+    """It names what makes the model, too."""
     (tmp_path / "empty").mkdir()
     for name in ("", "absent", "empty"):
         config = ModelConfig(path=name and str(tmp_path / name))
@@ -177,12 +176,12 @@ def test_a_trained_parameter_takes_16_bytes_and_a_fixed_one_2() -> None:
     assert role_memory(job, "reward", shapes, H100).total == 0
 
 
-def test_a_token_of_llama_7b_has_half_a_mebibyte_of_keys_and_values() -> None:
+def test_a_llama_7b_token_has_half_a_mebibyte_of_kv_cache() -> None:
     assert kv_bytes_per_token(LLAMA_7B, "bfloat16") == 2 * 32 * 32 * 128 * 2 == 2**19
     assert kv_bytes_per_token(replace(LLAMA_7B, kv_heads=8), "float32") == 2**18
 
 
-def test_the_cache_of_hf_has_full_width_for_every_row_that_is_decoded() -> None:
+def test_the_hf_cache_has_full_width_for_every_decoded_row() -> None:
     job = ppo(rollout={"max_num_seqs": 64})
     memory = role_memory(job, "rollout", {"rollout": LLAMA_7B}, H100)
     assert memory.kv_cache == 64 * 1024 * 2**19 == 32 * GIB
@@ -215,7 +214,7 @@ def test_vllm_takes_its_share_of_the_device() -> None:
     assert machine.kv_cache == 256 * 1024 * 2**19  # of a CPU's memory no more than max_num_seqs rows fill
 
 
-def test_activations_are_what_blocks_store_and_the_largest_of_what_comes_besides() -> None:
+def test_activations_are_stored_blocks_plus_the_largest_extra() -> None:
     # 8 rows of 1,024 tokens. A block's input in float32, 32 times; and the last norm:
     inputs, last = 32 * 8192 * 4096 * 4, 8192 * 4096 * (4 + 4 + 2)
     norms, attention, mlp = 2 * 4096 * (4 + 4 + 2), 4 * 4096 * 2, 4 * 11008 * 2
@@ -253,7 +252,7 @@ def test_activations_are_what_blocks_store_and_the_largest_of_what_comes_besides
 
 
 @pytest.mark.parametrize(("memory_gib", "tokens"), [(80, 4104), (4, 1048)])
-def test_log_probs_take_a_block_of_logits_as_large_as_the_gpu_allows(memory_gib: int, tokens: int) -> None:
+def test_log_probs_take_the_largest_logits_block_the_gpu_allows(memory_gib: int, tokens: int) -> None:
     """Of 8 rows 8 · 513 tokens are predicted. In 4 GiB a block has 2**25 logits, at 8 bytes a sixteenth."""
     gpu = replace(H100, memory_bytes=memory_gib * GIB)
     block = 8192 * (3 * 4096 * 4 + 3 * 11008 * 2)
@@ -277,7 +276,7 @@ def test_log_probs_take_a_block_of_logits_as_large_as_the_gpu_allows(memory_gib:
     ranks=st.integers(1, 9),
     memory=st.integers(1, 2**40),
 )
-def test_no_part_is_negative_and_more_ranks_never_need_more_state(
+def test_no_part_is_negative_and_more_ranks_need_no_more_state(
     sizes: tuple[int, int, int, int],
     rows: int,
     lengths: tuple[int, int],
@@ -312,8 +311,9 @@ def test_no_part_is_negative_and_more_ranks_never_need_more_state(
 # ----------------------------------------------------------------------------------------- cost
 
 
-def test_flops_are_two_for_each_weight_and_token_and_four_for_each_pair_of_tokens() -> None:
-    forward = Pass(LLAMA_7B, rows=2, width=1024, predicted=513, dtype="bfloat16")
+def test_flops_are_two_per_weight_and_four_per_token_pair() -> None:
+    """Two for each weight and token, and four for each pair of tokens."""
+    forward = ForwardPass(LLAMA_7B, rows=2, width=1024, predicted=513, dtype="bfloat16")
     matrices = 2 * 6_476_005_376 * 1024
     attention = 32 * 2 * (2 * 1024 * 1024 * 4096)  # QKᵀ and the product with V
     head = 2 * 4096 * 32000 * 513
@@ -360,7 +360,8 @@ def test_switches_move_what_leaves_and_what_enters() -> None:
     assert all(g.switching(H100) == 0 for g in plan.groups if len(g.roles) == 1)
 
 
-def test_a_role_that_scores_is_moved_without_moments_and_leaves_without_a_copy() -> None:
+def test_a_scoring_role_moves_no_moments_and_offloads_no_copy() -> None:
+    """Its weights are moved in, and on a GPU nothing is copied when it leaves."""
     [group] = planner(gpus=1).plan("collocate", COLLOCATE).groups
     policy, score = LLAMA_7B.policy_parameters, LLAMA_7B.score_parameters
     # rollout, actor, reference, critic (scores and learns, as the rules need no device), actor (learns)
@@ -371,7 +372,7 @@ def test_a_role_that_scores_is_moved_without_moments_and_leaves_without_a_copy()
     assert group.switching(replace(H100, shared=True)) == pytest.approx(everything / H100.host_bandwidth)
 
 
-def test_groups_work_beside_each_other_and_roles_of_a_group_one_after_another() -> None:
+def test_groups_work_in_parallel_and_their_roles_in_turn() -> None:
     alone = planner(gpus=4).plan("standalone", STANDALONE)
     updates = [role_seconds(ppo(), role, dict.fromkeys(MODELLED, LLAMA_7B), H100)["update"] for role in
                ("actor", "critic")]  # fmt: skip

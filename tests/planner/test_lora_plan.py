@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rolemesh.checks.device_memory import least_memory
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
 from rolemesh.config.model import PolicyModelConfig
@@ -15,9 +16,8 @@ from rolemesh.errors import InvalidConfig
 from rolemesh.models.loading import load_causal_lm
 from rolemesh.models.lora import Adapter
 from rolemesh.planner.cost import role_seconds
-from rolemesh.planner.devices import GPUS
+from rolemesh.planner.device_specs import GPUS
 from rolemesh.planner.memory import role_memory, role_shapes
-from rolemesh.planner.refusal import least_memory
 from rolemesh.planner.shapes import read_shape
 
 H100 = GPUS["h100"]
@@ -36,9 +36,7 @@ def test_the_planner_counts_the_adapters_parameters(any_model: Path, targets: An
 
 
 @pytest.mark.parametrize("targets", [["nope"], ["q_proj", "nope"], "q_proj"])
-def test_a_target_that_the_model_has_not_is_refused_before_anything_starts(
-    two_layers: Path, targets: Any
-) -> None:
+def test_a_target_that_the_model_lacks_is_refused_before_start(two_layers: Path, targets: Any) -> None:
     job = job_of(two_layers, lora_rank=8, target_modules=targets)
     with pytest.raises(
         InvalidConfig, match=r"target_modules: .* matches no module; expected some of \[.*'q_proj'"
@@ -77,7 +75,7 @@ def test_gradients_and_moments_are_the_adapters_alone(two_layers: Path) -> None:
     assert least.parts() | {"activations": 0} == held.parts() | {"activations": 0}
 
 
-def test_the_reference_in_the_actor_takes_as_long_as_the_actors_own_pass(two_layers: Path) -> None:
+def test_a_reference_in_the_actor_takes_as_long_as_an_actor_pass(two_layers: Path) -> None:
     job, shapes = job_of(two_layers, lora_rank=8), role_shapes(job_of(two_layers))
     with_kl = role_seconds(job, "actor", shapes, H100)
     without = role_seconds(make_job({"actor": {"model": {"lora_rank": 8}}}), "actor", shapes, H100)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu.workload import SPEED, job_of
-from rolemesh.planner.devices import GPUS
+from rolemesh.planner.device_specs import GPUS
 from rolemesh.planner.memory import role_memory
 from rolemesh.planner.shapes import ModelShape
 
@@ -49,7 +49,7 @@ MEASURED: dict[str, tuple[str, dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_the_peak_is_estimated_at_no_less_than_was_measured_and_little_more(name: str) -> None:
+def test_an_estimated_peak_is_at_or_little_above_the_measured(name: str) -> None:
     role, keys, measured = MEASURED[name]
     job = job_of(Path("run"), Path("model"), SPEED["cuda"], "cuda", {role: keys})
     assert 1 <= role_memory(job, role, {role: SHAPE}, H200).total / measured <= 1.15

@@ -11,13 +11,13 @@ from planned import COLLOCATE, H100, HYBRID, LLAMA_7B, MODELLED, STANDALONE, pla
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
 from rolemesh.errors import InvalidConfig
+from rolemesh.planner.collectives import Spread, exchange_seconds, gather_seconds, sum_seconds
 from rolemesh.planner.compare import given_counts
 from rolemesh.planner.cost import elapsed, handover_seconds, role_parts
-from rolemesh.planner.devices import GIB, Device
+from rolemesh.planner.device_specs import GIB, Device
 from rolemesh.planner.memory import role_memory
 from rolemesh.planner.plan import Counts, Plan
 from rolemesh.planner.search import search
-from rolemesh.planner.spread import Spread, exchange_seconds, gather_seconds, sum_seconds
 
 # 100 GB/s between devices, 40 GB/s between machines of 4; 8 µs a call, 2 µs and 10 µs a turn.
 LINKS = Device("links", 80 * GIB, {"bfloat16": 1e15, "float32": 1e15}, 1e12, 1e11, 4e10, 1e12, per_node=4,
@@ -29,7 +29,8 @@ def ranks_of(plan: Plan) -> dict[str, tuple[int, int]]:
     return {group.name: (group.devices, group.ranks) for group in plan.groups}
 
 
-def test_a_ring_has_a_turn_for_each_further_rank_and_moves_all_but_a_rank_s_own_part() -> None:
+def test_a_ring_moves_the_parts_of_other_ranks_one_turn_each() -> None:
+    """A rank has its own part already."""
     assert gather_seconds(LINKS, 1e9, 1) == 0
     assert gather_seconds(LINKS, 1e9, 4) == pytest.approx(8e-6 + 3 * 2e-6 + 0.75e9 / 1e11)
     # Two machines: each receives half over its network cards, which takes longer than inside.
@@ -38,7 +39,7 @@ def test_a_ring_has_a_turn_for_each_further_rank_and_moves_all_but_a_rank_s_own_
     assert exchange_seconds(LINKS, 1e9, 4) == gather_seconds(LINKS, 1e9, 4)
 
 
-def test_machines_send_their_parts_of_the_weights_at_once_and_a_rollout_receives_them_faster() -> None:
+def test_machines_that_send_weights_in_parallel_are_faster() -> None:
     """By a wire of 1 GB/s, on which a process receives from several at 1.5 GB/s."""
     one = 4 * LLAMA_7B.policy_parameters / 1e9
     num_bytes = 4 * LLAMA_7B.policy_parameters
@@ -71,7 +72,8 @@ def test_the_job_says_how_a_role_is_spread() -> None:
     assert Spread.of(job, "rollout", 8).shards == 1
 
 
-def test_the_ranks_of_one_copy_share_the_state_and_those_of_one_row_its_activations() -> None:
+def test_copy_ranks_share_state_and_row_ranks_activations() -> None:
+    """The ranks of one copy share the state, and those of one row its activations."""
     whole = role_memory(ppo(), "actor", SHAPES, H100)
     hybrid = ppo(actor={"fsdp_config": {"fsdp_size": 4}}, placement={"ranks": {"actor": 8}})
     shared = role_memory(hybrid, "actor", SHAPES, H100, 8)
@@ -92,7 +94,7 @@ def test_the_ranks_of_one_copy_share_the_state_and_those_of_one_row_its_activati
     assert memory.activations == role_memory(eighth, "actor", SHAPES, H100, 8).activations
 
 
-def test_moments_in_host_memory_need_room_only_when_the_activations_have_gone() -> None:
+def test_host_moments_need_room_only_after_the_activations() -> None:
     there = role_memory(ppo(), "actor", SHAPES, H100)
     keys = {"fsdp_config": {"optimizer_offload": True}}
     fetched = role_memory(ppo(actor=keys), "actor", SHAPES, H100)
@@ -102,7 +104,8 @@ def test_moments_in_host_memory_need_room_only_when_the_activations_have_gone() 
     assert parts[1]["optimizer"] - parts[0]["optimizer"] == pytest.approx(2 * moved)
 
 
-def test_sharded_blocks_are_gathered_in_the_type_of_their_products_and_the_rest_in_float32() -> None:
+def test_sharded_blocks_are_gathered_in_compute_dtype() -> None:
+    """The rest is gathered in float32."""
     # Without activations to speak of: the gathered weights and gradients of the middle of a backward pass.
     one_token = ppo(
         data={"max_prompt_length": 1, "max_response_length": 1},
@@ -136,7 +139,7 @@ def test_a_pass_gathers_twice_and_adds_once_behind_its_products() -> None:
     assert one["compute"] == pytest.approx(4 * parts["compute"])
 
 
-def test_in_its_own_strategy_a_job_has_the_ranks_and_replicas_that_it_says() -> None:
+def test_a_standalone_job_has_the_ranks_and_replicas_it_sets() -> None:
     plans = planner(placement={"ranks": {"actor": 3}, "replicas": {"reference": 2}})
     given = given_counts(plans.job)
     assert given == {"actor": Counts(1, 3), "reference": Counts(2, 1)}
@@ -170,7 +173,7 @@ def test_each_rank_has_a_row_of_a_mini_batch_or_shares_one() -> None:
         ppo(**keys, placement={"ranks": {"actor": 18}})
 
 
-def test_ranks_that_do_not_divide_the_heads_of_a_model_are_refused() -> None:
+def test_ranks_that_do_not_divide_attention_heads_are_refused() -> None:
     actor, placement = {"ulysses_sequence_parallel_size": 4}, {"ranks": {"actor": 4}}
     shapes = [replace(LLAMA_7B, heads=heads, kv_heads=heads) for heads in (32, 30)]
     plans = [planner(shape, actor=actor, placement=placement) for shape in shapes]
@@ -181,7 +184,7 @@ def test_ranks_that_do_not_divide_the_heads_of_a_model_are_refused() -> None:
     ]
 
 
-def test_a_scoring_role_that_one_device_cannot_hold_is_spread_as_little_as_it_must() -> None:
+def test_a_scoring_role_is_sharded_no_more_than_it_must_be() -> None:
     small = replace(H100, memory_bytes=13 * GIB)  # the reference needs 13.9 GiB
     plan = planner(gpus=64, device=small).plan("standalone", STANDALONE)
     devices, ranks = ranks_of(plan)["reference"]
@@ -189,7 +192,7 @@ def test_a_scoring_role_that_one_device_cannot_hold_is_spread_as_little_as_it_mu
     assert ranks_of(planner().plan("standalone", STANDALONE))["reference"][1] == 1
 
 
-def test_every_rank_on_one_cpu_takes_its_memory_of_the_same_machine() -> None:
+def test_all_ranks_on_one_cpu_take_memory_of_the_same_machine() -> None:
     plans = planner(device=replace(H100, shared=True), gpus=1, placement={"ranks": {"actor": 4}})
     one, four = (plans.plan("standalone", STANDALONE, given) for given in ({}, given_counts(plans.job)))
     peaks = [next(g.peak_bytes for g in plan.groups if g.name == "actor") for plan in (one, four)]

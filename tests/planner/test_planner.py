@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned import COLLOCATE, H100, LLAMA_1B, LLAMA_7B, MODELLED, NAMED, STANDALONE, planner, ppo
 
+from rolemesh.checks.device_memory import least_memory, refuse_what_cannot_fit
 from rolemesh.config.job import make_job
 from rolemesh.errors import InvalidConfig
-from rolemesh.planner.devices import GIB
+from rolemesh.planner.device_specs import GIB
 from rolemesh.planner.plan import Cluster, Planner
-from rolemesh.planner.refusal import least_memory, refuse_what_cannot_fit
 from rolemesh.planner.search import as_grouping, partitions, search
 from rolemesh.planner.shapes import ModelShape
 
@@ -56,7 +56,9 @@ def test_a_replica_over_several_gpus_takes_them_together() -> None:
         assert sum(g.devices for g in plan.groups) <= gpus
 
 
-def test_vllm_takes_most_of_a_gpu_alone_and_keeps_a_part_of_a_shared_one_asleep() -> None:
+def test_vllm_takes_most_of_a_gpu_and_keeps_part_of_a_shared_one() -> None:
+    """It keeps that part while it sleeps."""
+
     def found(rollout: dict[str, Any], grouping: Mapping[str, Any]) -> tuple[int, int]:
         """Peak of the rollout's group, and the largest role's memory there but the rollout's."""
         plan = planner(LLAMA_1B, gpus=4, rollout={"name": "vllm"} | rollout).plan("any", grouping)
@@ -164,7 +166,7 @@ def test_the_greedy_division_is_the_best_of_all(shape: ModelShape, memory: int, 
 # -------------------------------------------------------------------------------------- refusal
 
 
-def test_a_job_is_refused_below_its_least_memory_and_at_no_byte_more() -> None:
+def test_a_job_is_refused_exactly_below_its_least_memory() -> None:
     shapes, job = dict.fromkeys(MODELLED, LLAMA_1B), ppo()
     policy, score = LLAMA_1B.policy_parameters, LLAMA_1B.score_parameters
     reference = least_memory(job, "reference", shapes).total

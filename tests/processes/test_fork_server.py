@@ -18,7 +18,7 @@ from forks import own_server, server_process
 
 from rolemesh.services.processes import fork_server
 from rolemesh.services.processes.fork_server import ForkServer
-from rolemesh.services.processes.launchers import HERE, LocalProcess, Seat
+from rolemesh.services.processes.launchers import HERE, LocalProcess, RankSlot
 
 # A plug-in that notes what its process is, and ends as told. The job file is then refused: exit code 2.
 NOTING = """
@@ -58,7 +58,7 @@ async def started(directory: Path, ends: str) -> tuple[LocalProcess, Any]:
     job, notes, log = directory / "job.yaml", directory / "notes.json", directory / "log"
     write_job(directory)
     own = {"NOTES": str(notes), "ENDS": ends, "CUDA_VISIBLE_DEVICES": "3"}
-    process = await HERE.start(Seat(0, 1), ["graph", str(job)], own, log)
+    process = await HERE.start(RankSlot(0, 1), ["graph", str(job)], own, log)
     while not notes.exists():
         assert process.returncode is None, log.read_text()
         await asyncio.sleep(0.02)
@@ -72,7 +72,7 @@ def write_job(directory: Path) -> None:
     (directory / "job.yaml").write_text(f"plugins: [{plugin}]\ntrainer: {{total_trainig_steps: 2}}")
 
 
-async def test_a_fork_is_what_its_command_line_is_in_a_process_of_its_own(
+async def test_a_fork_runs_its_command_line_in_its_own_process(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "7")  # of whoever starts the launcher
@@ -98,7 +98,8 @@ async def test_a_fork_is_what_its_command_line_is_in_a_process_of_its_own(
 
 
 @pytest.mark.usefixtures("forking")
-async def test_a_process_reports_its_end_and_its_pipe_closes_when_the_launcher_ends(tmp_path: Path) -> None:
+async def test_a_process_reports_its_exit_and_its_pipe_closes(tmp_path: Path) -> None:
+    """The pipe closes when the launcher ends."""
     killed, _ = await started(tmp_path / "killed", ends="never")
     ended, _ = await started(tmp_path / "ended", ends="never")
     left, _ = await started(tmp_path / "left", ends="stdin")
@@ -114,9 +115,10 @@ async def test_a_process_reports_its_end_and_its_pipe_closes_when_the_launcher_e
             process.kill()
 
 
-async def test_if_the_server_is_killed_its_forks_end_and_the_next_process_is_one_of_its_own(
+async def test_forks_of_a_killed_server_end_and_the_next_is_no_fork(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The next process is started without the server."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as the server has it: to change it, a fork imports torch
     # The installed command `rolemesh` has imported its module by name before it forks the server.
     with closing(server_process(["rolemesh.__main__"])) as server:
@@ -136,7 +138,7 @@ async def test_if_the_server_is_killed_its_forks_end_and_the_next_process_is_one
         assert process.returncode == 2
 
 
-async def test_a_signal_to_the_launcher_by_its_name_does_not_end_the_fork_server(
+async def test_a_signal_to_the_launcher_by_name_spares_the_fork_server(
     forking: ForkServer, tmp_path: Path
 ) -> None:
     before, _ = await started(tmp_path / "before", ends="stdin")

@@ -77,7 +77,7 @@ async def test_the_launcher_starts_ranks_watches_each_and_leaves_none(
             await watching
         await ranks["policy-0"].process.gone
         assert ranks["policy-0"].process.returncode == 1
-        assert "rank 1 of 2 of actor,reward is gone" in ranks["policy-0"].fate()
+        assert "rank 1 of 2 of actor,reward is gone" in ranks["policy-0"].exit_report()
         # Standard input closes, as it does when the launcher is killed.
         for member in (ranks["reference-0"], ranks["reference-0-rank-1"]):
             member.process.close_stdin()
@@ -112,9 +112,7 @@ def children_of(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
-async def test_serve_starts_every_rank_of_its_group_and_ends_with_any_of_them(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_serve_starts_every_rank_and_ends_with_any_of_them(tiny_model: Path, tmp_path: Path) -> None:
     """As in a pod with several GPUs: one command, which Kubernetes starts again."""
     job = make_job(
         {

@@ -26,7 +26,7 @@ from rolemesh.roles import methods
 from rolemesh.rpc.calling.clients import ActorClient, ReferenceClient
 from rolemesh.services.actor.worker import ActorWorker
 from rolemesh.training import checkpoint
-from rolemesh.workers.commands import command
+from rolemesh.workers.commands import on_all_ranks
 
 STEPS = 2
 KEEPALIVE_S = 2.0
@@ -44,8 +44,8 @@ class Fall:
 
 
 # A phase, and which of its beginnings in a group's life. A group loads the checkpoint of the first step, and
-# makes the second one. A step has two mini-batches. The actor parks after it has loaded, and when the reference
-# takes its turn. write_rows writes a checkpoint's moments.
+# makes the second one. A step has two mini-batches. The actor is offloaded after it has loaded, and when
+# the reference takes its turn. write_rows writes a checkpoint's moments.
 PHASES = {
     "load": 1,
     "forward": 1,
@@ -53,7 +53,7 @@ PHASES = {
     "hold_weights": 1,
     "copy_checkpoint": 1,
     "write_rows": 1,
-    "park": 2,
+    "offload": 2,
 }
 # In each phase one rank is killed, and the other one stopped.
 FALLS = [
@@ -120,7 +120,7 @@ def rank_of(
             checkpoint.write_rows = signalled(fall, checkpoint.write_rows)
         else:
             method = getattr(ActorWorker, fall.phase).__wrapped__
-            setattr(ActorWorker, fall.phase, command(signalled(fall, method)))
+            setattr(ActorWorker, fall.phase, on_all_ranks(signalled(fall, method)))
     serve_rank(["actor", "reference"], job_of(model, run), directory, environment, keepalive_s)
 
 
@@ -188,9 +188,7 @@ async def goes_on(model: Path, directory: Path, whole: JobConfig, falling: Seque
 
 
 @pytest.mark.timeout(900)
-async def test_a_rank_may_fall_in_any_phase_and_the_bits_at_the_end_are_those_of_an_unbroken_run(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_a_rank_killed_in_any_phase_changes_no_final_bit(tiny_model: Path, tmp_path: Path) -> None:
     whole = job_of(tiny_model, tmp_path / "whole")
     target = functools.partial(rank_of, tiny_model, tmp_path / "whole", None)
     with group(tmp_path / "whole" / "ranks", 2, target=target) as started:

@@ -16,18 +16,18 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ranked import DRILL, DrillClient, Group, drill_job, group
 
-from rolemesh.catalog.roles import ROLES
+from rolemesh.catalog.role_specs import ROLES
 from rolemesh.errors import RolemeshError, RoleUnavailable, UpdateFailed
 from rolemesh.roles import methods
 from rolemesh.rpc.calling.replica import Replica
-from rolemesh.services.processes.ending import LAST_WORDS_S, ORPHAN_DRAIN_S
+from rolemesh.services.processes.shutdown import LOG_FLUSH_S, ORPHAN_DRAIN_S
 from rolemesh.telemetry import timeline
 from rolemesh.workers.broken_device import EXIT_CODE
 
 KEEPALIVE_S = 3.0  # of these groups, in place of ten seconds: both until a rank is asked, and until it answers
 NOTICED_S = 2 * KEEPALIVE_S  # until a rank that is silent is known to be
 OTHERS_S = 2.0  # of these groups, too
-ENDS_S = ORPHAN_DRAIN_S + LAST_WORDS_S
+ENDS_S = ORPHAN_DRAIN_S + LOG_FLUSH_S
 BUSY_S = 20  # that a machine with other work may take longer
 READY = "rolemesh_role_ready"
 
@@ -61,7 +61,7 @@ async def said(started: Group, rank: int, words: str) -> None:
 async def test_ranks_compute_together_and_drain_together(tmp_path: Path) -> None:
     with group(tmp_path, 3) as started:
         async with client_of(started) as client:
-            seen: list[timeline.Call] = []
+            seen: list[timeline.TimedCall] = []
             recording = timeline.calls.set(seen)
             await client.drill(meets=[0, 1, 2])
             timeline.calls.reset(recording)
@@ -81,9 +81,10 @@ async def test_ranks_compute_together_and_drain_together(tmp_path: Path) -> None
         assert "run/drill rank 2: rank 0 drained" in started.log(2)
 
 
-async def test_a_group_serves_when_every_rank_has_loaded_and_names_those_that_it_waits_for(
+async def test_a_group_serves_once_every_rank_has_loaded(
     tmp_path: Path,
 ) -> None:
+    """Until then it names the ranks that it waits for."""
     loads = json.dumps({"starts": [1], "blocks": [1]})
     with group(tmp_path / "slow", 2, DRILL_LOAD=loads) as slow, group(tmp_path / "few", 3, ranks=2) as few:
         for started, words in (
@@ -150,7 +151,7 @@ async def one_ends(directory: Path, state: str, rank: int, number: Signals) -> s
     return "" if well else f"{where}: {codes} after {seconds:.1f} s; its log:\n{log}"
 
 
-async def test_an_error_on_one_rank_alone_ends_all_though_others_wait_for_it(tmp_path: Path) -> None:
+async def test_an_error_on_one_rank_ends_all_while_others_wait(tmp_path: Path) -> None:
     with group(tmp_path, 2, DRILL_OTHERS_S=str(OTHERS_S)) as started:
         async with client_of(started) as client:
             began = time.monotonic()
@@ -164,7 +165,7 @@ async def test_an_error_on_one_rank_alone_ends_all_though_others_wait_for_it(tmp
         assert time.monotonic() - began < OTHERS_S + ENDS_S + BUSY_S
 
 
-async def test_a_broken_device_of_one_rank_ends_all_and_its_process_says_so(tmp_path: Path) -> None:
+async def test_a_broken_device_of_one_rank_ends_all_and_is_reported(tmp_path: Path) -> None:
     """Before the time in which other ranks may raise the same error, though they wait in a collective."""
 
     error = "AcceleratorError: misaligned address"

@@ -21,7 +21,7 @@ from rolemesh.roles import methods
 from rolemesh.rpc.calling.clients import RewardClient
 from rolemesh.rpc.contract import REWARD
 from rolemesh.rpc.serving.server import RoleServer
-from rolemesh.services.processes.ending import DRAIN_S, Ending
+from rolemesh.services.processes.shutdown import DRAIN_S, Shutdown
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -75,8 +75,8 @@ async def test_a_second_signal_ends_the_process_at_once(tiny_model: Path, tmp_pa
                 await running
 
 
-async def test_a_signal_gives_running_calls_the_time_that_the_command_line_says() -> None:
-    ending = Ending(with_parent=False, drain_s=900)
+async def test_a_signal_gives_running_calls_the_configured_time() -> None:
+    ending = Shutdown(with_parent=False, drain_s=900)
     os.kill(os.getpid(), signal.SIGTERM)
     await ending.begun.wait()
     assert (ending.reason, ending.grace_s) == ("got SIGTERM", 900)

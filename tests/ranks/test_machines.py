@@ -26,13 +26,13 @@ from rolemesh.models.loading import load_tokenizer, named_weights
 from rolemesh.models.lora import Adapter
 from rolemesh.models.sharded import load_policy
 from rolemesh.models.tiny import make_tiny_model
-from rolemesh.ranks.agreement import gather_texts
+from rolemesh.ranks.collective_errors import gather_texts
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.sharding import local, own_rows
 from rolemesh.services.controller.main import drive
 from rolemesh.services.controller.run.loop import Run
 from rolemesh.weights import manifest
-from rolemesh.weights.held import HeldWeights
+from rolemesh.weights.published import PublishedWeights
 from rolemesh.weights.stripes import STRIPE_PIECES, Stripes
 
 pytestmark = needs_namespaces
@@ -41,7 +41,7 @@ CPU, KIB, MIB = torch.device("cpu"), 1 << 10, 1 << 20
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-def test_stripes_are_dealt_in_turns() -> None:
+def test_stripes_go_to_holders_in_turns() -> None:
     stripes = Stripes(10, 3)
     assert [stripes.holder_of(at) for at in (0, 9, 10, 29, 30)] == [0, 0, 1, 2, 0]
     assert [*stripes.parts(1, 15, 45)] == [(15, 20), (40, 45)]
@@ -50,7 +50,7 @@ def test_stripes_are_dealt_in_turns() -> None:
     assert [*Stripes(10, 1).parts(0, 3, 25)] == [(3, 10), (10, 20), (20, 25)]
 
 
-# ----------------------------------------------------------------------- the same version, dealt
+# ----------------------------------------------------------------------- the same version, divided
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +61,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def versions(models: Path, ranks: Ranks) -> Iterator[Callable[..., HeldWeights]]:
+def versions(models: Path, ranks: Ranks) -> Iterator[Callable[..., PublishedWeights]]:
     """Yield what makes a version of weights; of two copies of them, if there are four ranks; of LoRA."""
     for size in (-1, ranks.size // 2) if ranks.size > 2 else (-1,):
         config = PolicyModelConfig(path=str(models / "qwen2"), dtype="float32")
         root, _ = load_policy(config, "actor", ranks, FsdpConfig(fsdp_size=size), CPU)
-        yield partial(HeldWeights, 3, named_weights(root.model), {}, ranks)
+        yield partial(PublishedWeights, 3, named_weights(root.model), {}, ranks)
     config = PolicyModelConfig(
         path=str(models / "llama"), dtype="float32", lora_rank=2, target_modules=("q_proj", "down_proj")
     )
@@ -76,10 +76,10 @@ def versions(models: Path, ranks: Ranks) -> Iterator[Callable[..., HeldWeights]]
     generator = torch.Generator().manual_seed(0)
     for weight in adapter.weights.values():
         local(weight).copy_(own_rows(torch.randn(weight.shape, generator=generator), weight))
-    yield partial(HeldWeights, 4, adapter.base_weights(), adapter.deltas(), ranks)
+    yield partial(PublishedWeights, 4, adapter.base_weights(), adapter.deltas(), ranks)
 
 
-def allocated(held: HeldWeights) -> int:
+def allocated(held: PublishedWeights) -> int:
     """Bytes of memory that a region takes."""
     fd = held.holding.region._fd
     assert fd is not None
@@ -127,10 +127,10 @@ def publishes(ranks: Ranks, directory: Path, models: Path, num_machines: int) ->
 
 
 @pytest.mark.parametrize(("num_ranks", "num_machines"), [(4, 2), (4, 4)])
-def test_every_number_of_machines_publishes_the_bytes_of_one_process(
+def test_any_number_of_machines_publishes_the_same_bytes(
     models: Path, tmp_path: Path, num_ranks: int, num_machines: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole and dealt, from shards, from copies of them (HSDP), and of an adapter (LoRA).
+    """Whole and divided, from shards, from copies of them (HSDP), and of an adapter (LoRA).
 
     No row crosses machines that have a copy each.
     """
@@ -165,16 +165,16 @@ def stays_small(ranks: Ranks, directory: Path) -> None:
 
     sizes = [largest, *[4 * MIB] * 16, largest, largest, *[4 * MIB] * 16]
     tensors = {f"{at}": rows(size, 0) for at, size in enumerate(sizes)} | {"columns": rows(largest, 1)}
-    HeldWeights(0, {"a": rows(MIB, 0)}, ranks=ranks, serve=lambda: "127.0.0.1:1")  # threads, buffers
+    PublishedWeights(0, {"a": rows(MIB, 0)}, ranks=ranks, serve=lambda: "127.0.0.1:1")  # threads, buffers
     ranks.wait()
     before = peak_bytes(since=True)
-    held = HeldWeights(1, tensors, ranks=ranks, serve=lambda: "127.0.0.1:1")
+    held = PublishedWeights(1, tensors, ranks=ranks, serve=lambda: "127.0.0.1:1")
     of_region = held.holding.num_bytes // ranks.size  # read for its checksums
     assert peak_bytes() - before <= of_region + 2 * largest + 8 * MIB
     assert allocated(held) <= of_region + 16 * MIB
 
 
-def test_no_rank_needs_more_than_twice_the_largest_tensor_beside_its_shard(tmp_path: Path) -> None:
+def test_a_rank_needs_its_shard_and_two_largest_tensors_at_most(tmp_path: Path) -> None:
     """And its machine's share of the region. One of the tensors is split by columns, and gathered whole."""
     on_ranks(2, stays_small, tmp_path, machines=2)
 
@@ -196,7 +196,7 @@ def sends_little(ranks: Ranks, directory: Path) -> None:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ranks, "exchange", counted)
-        held = HeldWeights(1, {"experts": rows}, ranks=ranks, is_for_all=True)
+        held = PublishedWeights(1, {"experts": rows}, ranks=ranks, is_for_all=True)
     assert max(sent) <= MIB
     assert sum(sent) == (3 * MIB // 2 if ranks.rank < 2 else 0)
     assert torch.equal(asyncio.run(held.fetch())["experts"], whole)
@@ -212,9 +212,9 @@ def fails_together(ranks: Ranks, directory: Path) -> None:
 
     tensors = {"a": torch.ones(MIB)}
     with pytest.raises(WeightsUnavailable, match="no port on purpose"):
-        HeldWeights(1, tensors, ranks=ranks, serve=refuse)
-    held = HeldWeights(1, tensors, ranks=ranks, serve=lambda: "127.0.0.1:1")
-    with pytest.raises(WeightsUnavailable, match="is dealt to 2 machines"):
+        PublishedWeights(1, tensors, ranks=ranks, serve=refuse)
+    held = PublishedWeights(1, tensors, ranks=ranks, serve=lambda: "127.0.0.1:1")
+    with pytest.raises(WeightsUnavailable, match="is divided among 2 machines"):
         asyncio.run(held.fetch())
     assert gather_texts(ranks, "ä" * ranks.rank) == ["", "ä"]
 

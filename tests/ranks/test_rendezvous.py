@@ -14,7 +14,7 @@ from server_addresses import reserved_port
 
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RoleUnavailable
-from rolemesh.ranks.leading import Leader
+from rolemesh.ranks.leader import Leader
 from rolemesh.ranks.ranks import join
 from rolemesh.ranks.rendezvous import Rendezvous, local_store, own_gpu
 
@@ -70,7 +70,7 @@ def test_variables_that_cannot_be_are_refused(changed: dict[str, str], words: st
         Rendezvous.of(TORCHRUN | changed)
 
 
-def test_a_store_of_one_machine_listens_on_its_loopback_interface_alone() -> None:
+def test_a_store_of_one_machine_listens_on_loopback_alone() -> None:
     store = local_store(2)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", store.port))
@@ -85,7 +85,9 @@ async def test_rank_0_hosts_the_store_where_no_launcher_does(tmp_path: Path) -> 
         leader = Leader("ab", here)
         await leader.start()
         await leader.gather()
-        answers = await asyncio.to_thread(leader.orders("a").give, "echo", lambda rows: rows, [DataProto()] * 2)
+        answers = await asyncio.to_thread(
+            leader.executor("a").run, "echo", lambda rows: rows, [DataProto()] * 2
+        )
         assert len(answers) == 2
         await leader.close()
         assert await exit_codes(processes) == [0]

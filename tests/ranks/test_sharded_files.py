@@ -26,18 +26,18 @@ from rolemesh.home import Home
 from rolemesh.models.heads import ScoreModel
 from rolemesh.models.loading import load_causal_lm, named_weights
 from rolemesh.models.lora import Adapter
-from rolemesh.models.packed.probe import remove_padding
+from rolemesh.models.packed.load_probe import remove_padding
 from rolemesh.models.sequence import token_stats, token_values
 from rolemesh.models.sharded import copy_policy, load_policy, load_score_model, read_policy, read_score_model
 from rolemesh.models.tiny import make_tiny_model
-from rolemesh.ranks.agreement import agreed, broadcast_text
+from rolemesh.ranks.collective_errors import broadcast_text, raise_on_all_ranks
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.sharding import Root, local, own_rows, reshard, whole
 from rolemesh.training.checkpoint import CheckpointWriter, load_checkpoint
 from rolemesh.training.optimizer import Optimizer
 from rolemesh.weights import region
-from rolemesh.weights.held import HeldWeights
-from rolemesh.workers.parking import HostMemory, Parking, model_tensors
+from rolemesh.weights.published import PublishedWeights
+from rolemesh.workers.offloading import HostBuffer, Offloader, model_tensors
 
 CPU, SHARDS = torch.device("cpu"), FsdpConfig()
 TARGETS = ("q_proj", "down_proj")
@@ -165,7 +165,7 @@ class Trained:
             grad_clip=1.0,
             role=role,
             ranks=ranks,
-            parks=partial(Parking, device=CPU, directory=parked),
+            offloader_of=partial(Offloader, device=CPU, directory=parked),
             offload=ranks.size == 2,
         )
 
@@ -238,19 +238,19 @@ def saves(ranks: Ranks, directory: Path, models: Path) -> None:
                 first.root(first.loss, sequence_batch(2))
         first.step(1)
         expected = {n: whole(t).clone() for n, t in first.state().items()}
-        parking = Parking(first.tensors, CPU, directory, shelf=HostMemory(pinned=False))
+        offloader = Offloader(first.tensors, CPU, directory, buffer=HostBuffer(pinned=False))
         with torch.no_grad():
             first.root(first.loss, sequence_batch(2))
-        assert parking.park() > 0
+        assert offloader.offload() > 0
         assert sum(local(p).untyped_storage().nbytes() for p in first.model.parameters()) == 0
-        assert parking.unpark() > 0
-        assert parking.park() == 0
-        parking.unpark()
+        assert offloader.reload() > 0
+        assert offloader.offload() == 0
+        offloader.reload()
         assert differing(first.state(), expected) == []
         first.step(2)
         trained = sum(local(p).untyped_storage().nbytes() for p in first.optimizer.parameters.values())
-        assert parking.park() == trained  # and not the base below an adapter
-        parking.unpark()
+        assert offloader.offload() == trained  # and not the base below an adapter
+        offloader.reload()
         learned = {n: whole(t) for n, t in first.state().items()}
         if ranks.rank == 0:
             one = Trained(Ranks.alone(), role, models / name, rank, dtype)
@@ -305,7 +305,7 @@ def fails_together(ranks: Ranks, directory: Path, models: Path) -> None:
         trained.save(Path("/elsewhere"), CheckpointWriter(Home(directory), "actor", ranks))
     with pytest.raises(CheckpointFailed, match="nowhere cannot be loaded: FileNotFoundError"):
         trained.load(directory / "nowhere")
-    with pytest.raises(ValueError, match="of rank 1"), agreed(ranks):
+    with pytest.raises(ValueError, match="of rank 1"), raise_on_all_ranks(ranks):
         int(["0", "of rank 1"][ranks.rank])
 
 
@@ -332,16 +332,16 @@ def publishes(ranks: Ranks, models: Path) -> None:
         with torch.no_grad():
             root(loss_of, sequence_batch(2))
         reshard(root)
-        expected = HeldWeights(3, named_weights(load_causal_lm(config_of(models / "qwen2"), "actor")))
+        expected = PublishedWeights(3, named_weights(load_causal_lm(config_of(models / "qwen2"), "actor")))
         for can_share in (True, False):
             region.CAN_SHARE = can_share
-            held = HeldWeights(3, named_weights(root.model), ranks=ranks)
+            held = PublishedWeights(3, named_weights(root.model), ranks=ranks)
             if ranks.rank == 0:
                 assert held.holding.digest == expected.holding.digest
                 assert held.holding.region.is_sealed == can_share
-        cast = HeldWeights(3, named_weights(root.model), ranks=ranks, dtype=torch.bfloat16)
+        cast = PublishedWeights(3, named_weights(root.model), ranks=ranks, dtype=torch.bfloat16)
         if ranks.rank == 0:
-            alone = HeldWeights(3, expected.holding.tensors(), dtype=torch.bfloat16)
+            alone = PublishedWeights(3, expected.holding.tensors(), dtype=torch.bfloat16)
             assert cast.holding.digest == alone.holding.digest
     region.CAN_SHARE = True
 
@@ -355,8 +355,8 @@ def publishes(ranks: Ranks, models: Path) -> None:
     for ours, theirs in zip(adapter.weights.values(), alone.weights.values(), strict=True):
         theirs.normal_(generator=generator)
         local(ours).copy_(own_rows(theirs, ours))
-    held = HeldWeights(4, adapter.base_weights(), adapter.deltas(), ranks)
-    expected = HeldWeights(4, alone.base_weights(), alone.deltas())
+    held = PublishedWeights(4, adapter.base_weights(), adapter.deltas(), ranks)
+    expected = PublishedWeights(4, alone.base_weights(), alone.deltas())
     if ranks.rank == 0:
         assert held.holding.digest == expected.holding.digest
 
@@ -371,7 +371,7 @@ def keeps_experts(ranks: Ranks, directory: Path, models: Path) -> None:
     copy_policy(root.model, ranks)(directory, ranks)
 
 
-def test_a_model_whose_files_are_converted_is_saved_in_their_form(models: Path, tmp_path: Path) -> None:
+def test_a_model_of_converted_files_is_saved_in_their_form(models: Path, tmp_path: Path) -> None:
     on_ranks(2, keeps_experts, tmp_path, models)
     saved, original = (load_file(home / "model.safetensors") for home in (tmp_path, models / "experts"))
     assert differing(saved, original) == []

@@ -22,14 +22,14 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig
 from rolemesh.models.heads import VocabularyHead
 from rolemesh.models.loading import load_causal_lm
-from rolemesh.models.packed.probe import remove_padding
+from rolemesh.models.packed.load_probe import remove_padding
 from rolemesh.models.sequence import DTYPES, token_stats
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.sharding import Root, blocks, gradient_norm, reshard, shard, whole
 from rolemesh.ranks.ulysses import check_heads
-from rolemesh.training.loop import checkpoint_activations
 from rolemesh.training.optimizer import Optimizer
+from rolemesh.training.update_loop import checkpoint_activations
 
 ROWS = 8
 OPTIM = OptimConfig(lr=1e-3)
@@ -192,7 +192,7 @@ def keeps_no_block(ranks: Ranks, models: Path) -> None:
     torch.autograd.backward(stats.log_probs.sum())
 
 
-def test_a_gathered_block_is_freed_until_its_backward_in_bfloat16(models: Path, tmp_path: Path) -> None:
+def test_a_gathered_bfloat16_block_is_freed_until_its_backward(models: Path, tmp_path: Path) -> None:
     on_ranks(2, keeps_no_block, models)
 
 
@@ -224,7 +224,7 @@ def adds_in_a_tree(ranks: Ranks, models: Path) -> None:
     assert optimizer.step() == gradient_norm(sums[0], Ranks.alone())
 
 
-def test_two_ranks_add_as_one_process_that_adds_in_the_same_order(models: Path) -> None:
+def test_two_ranks_add_as_one_process_in_the_same_order(models: Path) -> None:
     on_ranks(2, adds_in_a_tree, models)
 
 
@@ -254,7 +254,7 @@ def test_ulysses_needs_heads_that_divide_among_the_ranks(
         check_heads(config, size, "actor.size")
 
 
-def test_the_blocks_of_a_model_are_found_by_name_or_as_its_longest_list(models: Path) -> None:
+def test_model_blocks_are_found_by_name_or_as_its_longest_list(models: Path) -> None:
     assert [
         type(block).__name__ for block in blocks(load_causal_lm(ModelConfig(path=str(models / "llama")), ""))
     ]

@@ -29,8 +29,8 @@ from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import Unsupported, WeightsUnavailable
 from rolemesh.models.loading import load_tokenizer, named_weights
-from rolemesh.ranks.following import follow
-from rolemesh.ranks.leading import Leader
+from rolemesh.ranks.follower import follow
+from rolemesh.ranks.leader import Leader
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.rendezvous import Rendezvous
 from rolemesh.roles import methods
@@ -40,15 +40,15 @@ from rolemesh.rpc.serving.server import RoleServer
 from rolemesh.services.actor.servicer import ActorServicer
 from rolemesh.services.controller.main import drive
 from rolemesh.services.controller.run.loop import Run
-from rolemesh.services.rollout.spread import _dealt
+from rolemesh.services.rollout.rank_engines import _sharded
 from rolemesh.services.rollout.worker import RolloutWorker
 from rolemesh.weights import region
-from rolemesh.weights.held import HeldWeights
+from rolemesh.weights.published import PublishedWeights
 from rolemesh.weights.remote import RemoteWeights
 from rolemesh.weights.service import WeightsServicer
 from rolemesh.weights.store import WeightStore
 from rolemesh.workers.commands import command_of
-from rolemesh.workers.seat import ComputingThread, Seat
+from rolemesh.workers.worker_context import ComputingThread, WorkerContext
 
 pytestmark = pytest.mark.timeout(900)  # whole runs, of up to eight processes each
 
@@ -236,16 +236,17 @@ async def test_turns_through_two_ranks_have_the_bits_of_one_engine(tiny_model: P
     assert torch.equal(spread[0]["responses"], torch.where(t < 3, spread[0]["responses"], whole["responses"]))
 
 
-def test_a_row_that_may_be_continued_goes_to_one_rank_wherever_it_is_in_the_request() -> None:
+def test_a_continuable_row_goes_to_one_rank_wherever_it_is() -> None:
+    """Its place in the request does not matter."""
     prompts = first_turn(prompts_of(64), T)
     longer = continued(prompts, prompts["responses"], torch.ones(64, T).long())
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
     for num_ranks in (2, 3):
-        dealt = [set(rows.tolist()) for rows in _dealt(prompts, num_ranks)]
+        dealt = [set(rows.tolist()) for rows in _sharded(prompts, num_ranks)]
         assert min(len(rows) for rows in dealt) > 64 / num_ranks / 2
         assert sorted(row for rows in dealt for row in rows) == list(range(64))
-        assert [set(order[rows].tolist()) for rows in _dealt(longer[order], num_ranks)] == dealt
-    assert [rows.tolist() for rows in _dealt(prompts_of(5), 2)] == [[0, 1, 2], [3, 4]]
+        assert [set(order[rows].tolist()) for rows in _sharded(longer[order], num_ranks)] == dealt
+    assert [rows.tolist() for rows in _sharded(prompts_of(5), 2)] == [[0, 1, 2], [3, 4]]
 
 
 # -------------------------------------------------------------------------- weights, on each rank
@@ -259,9 +260,12 @@ def handed_over(ranks: Ranks, directory: Path, model: Path, is_shared: bool) -> 
     region.CAN_SHARE = is_shared
     job, roles = policy_job(model, directory, lr=1e-3), ("actor", "rollout")
     rendezvous = Rendezvous.of(os.environ)
-    seats = {role: Seat(ComputingThread(role), ranks=Ranks.of_process("cpu")) for role in roles}
+    worker_contexts = {
+        role: WorkerContext(ComputingThread(role), ranks=Ranks.of_process("cpu")) for role in roles
+    }
     workers: dict[str, Any] = {
-        role: seats[role].thread.submit(WORKERS[role], job, seats[role]).result() for role in roles
+        role: worker_contexts[role].thread.submit(WORKERS[role], job, worker_contexts[role]).result()
+        for role in roles
     }
     own, dealt = workers["rollout"].rank_engine, list[int]()
     begin = own.begin
@@ -291,8 +295,8 @@ def handed_over(ranks: Ranks, directory: Path, model: Path, is_shared: bool) -> 
         )
         await leader.start()
         await leader.gather()
-        for role, seat in seats.items():
-            object.__setattr__(seat, "orders", leader.orders(role))
+        for role, worker_context in worker_contexts.items():
+            object.__setattr__(worker_context, "executor", leader.executor(role))
         address = await server.start(LOCAL)
         await server.ready({ACTOR: ActorServicer(actor, store), WEIGHTS: WeightsServicer(store)})
         await actor.update(sequence_batch(16))
@@ -317,12 +321,12 @@ def handed_over(ranks: Ranks, directory: Path, model: Path, is_shared: bool) -> 
     if ranks.rank == 0:
         (directory / "digest").write_text(asyncio.run(lead()))
     else:
-        threads = {role: seat.thread for role, seat in seats.items()}
+        threads = {role: worker_context.thread for role, worker_context in worker_contexts.items()}
         asyncio.run(follow(roles, rendezvous, threads, lambda role, name: command_of(workers[role], name)))
     ranks.wait()
     weights = named_weights(own.engine.model)
     assert own.engine.version == 7
-    assert HeldWeights(7, weights).holding.digest == (directory / "digest").read_text()
+    assert PublishedWeights(7, weights).holding.digest == (directory / "digest").read_text()
     assert dealt == [[51, 2, 5], [50, 1, 4]][ranks.rank]
     assert (own._calls, len(own._done), own.fetched) == ({}, 0, None)
     (directory / f"memory-{ranks.rank}").write_text("\n".join(sorted({file_of(w) for w in weights.values()})))
@@ -345,7 +349,7 @@ def file_of(tensor: torch.Tensor) -> str:
 
 
 @pytest.mark.parametrize("is_shared", [True, False], ids=["one machine", "as if on two machines"])
-def test_the_engine_of_every_rank_has_the_version_that_the_sharded_actor_published(
+def test_every_ranks_engine_has_the_published_sharded_version(
     tiny_model: Path, tmp_path: Path, is_shared: bool
 ) -> None:
     """On one machine all engines compute with the same memory, that of the version itself."""
@@ -370,9 +374,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, victim, m
 """
 
 
-async def test_a_rank_that_is_killed_while_it_generates_changes_no_bit_of_a_run(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_a_rank_killed_while_generating_changes_no_bit_of_a_run(tiny_model: Path, tmp_path: Path) -> None:
     """In step 3, with the checkpoint of step 1: 4 of its 16 rows are scored, and each rank has 4 at once."""
     overrides = (
         *("placement.strategy=hybrid", "placement.ranks={policy: 2}", "rollout.max_num_seqs=4"),

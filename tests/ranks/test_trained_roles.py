@@ -24,9 +24,9 @@ from rolemesh.config.base import merge
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.models.tiny import make_tiny_model
-from rolemesh.ranks.following import follow
-from rolemesh.ranks.leading import Leader
-from rolemesh.ranks.orders import Command
+from rolemesh.ranks.executor import Command
+from rolemesh.ranks.follower import follow
+from rolemesh.ranks.leader import Leader
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.rendezvous import Rendezvous
 from rolemesh.ranks.sharding import whole
@@ -34,9 +34,9 @@ from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
 from rolemesh.services.critic.worker import CriticWorker
 from rolemesh.services.reward.worker import RewardWorker
 from rolemesh.workers.commands import command_of
-from rolemesh.workers.seat import ComputingThread, Seat
+from rolemesh.workers.worker_context import ComputingThread, WorkerContext
 
-WORKERS: dict[str, Callable[[JobConfig, Seat], Any]] = {
+WORKERS: dict[str, Callable[[JobConfig, WorkerContext], Any]] = {
     "actor": ActorWorker, "critic": CriticWorker, "reference": ReferenceWorker, "reward": RewardWorker,
 }  # fmt: skip
 # a role, its ranks that compute the same rows, its steps, sections of its job
@@ -163,7 +163,7 @@ async def worked(worker: Any, steps: int) -> list[Any]:
             answers.append((await worker.compute_log_probs(rows))["ref_log_probs"])
             continue
         metrics = await worker.update(rows)
-        several = worker.seat.ranks.size > 1  # what the ranks took is not what one took
+        several = worker.worker_context.ranks.size > 1  # what the ranks took is not what one took
         assert ("perf/imbalance/" + worker.role in metrics) == several
         assert not several or metrics["timing_s/collectives/" + worker.role] > 0
         answers.append({name: metrics[name] for name in metrics if not name.startswith(("perf/", "timing_s/"))})
@@ -193,16 +193,16 @@ def train_as_one(
     names = [f"case-{number}" for number in range(len(cases))]
     threads = {name: ComputingThread(name) for name in names}
     workers: dict[str, Any] = {}
-    seats = {}
+    worker_contexts = {}
     for name, (role, sharing, _, sections, double) in zip(names, cases, strict=True):
         key: dict[str, Any] = {"ulysses_sequence_parallel_size": sharing}
         shared = {role: {"reward_model": key} if role == "reward" else key}
         # A job with fewer rows in a mini-batch than ranks is refused, but would be computed.
         placed = {"placement": {"ranks": {role: ranks.size}}} | shared if sharing > 1 else {}
         job = job_of(model, directory, merge(placed, sections))
-        seats[name] = Seat(threads[name], ranks=Ranks.of_process("cpu", sharing))
+        worker_contexts[name] = WorkerContext(threads[name], ranks=Ranks.of_process("cpu", sharing))
         with loaded_in_float64() if double else nullcontext():
-            workers[name] = threads[name].submit(WORKERS[role], job, seats[name]).result()
+            workers[name] = threads[name].submit(WORKERS[role], job, worker_contexts[name]).result()
 
     def command(name: str, method: str) -> Command:
         return command_of(workers[name], method)
@@ -213,7 +213,7 @@ def train_as_one(
         await leader.gather()
         answers = {}
         for name, (_, _, steps, _, _) in zip(names, cases, strict=True):
-            object.__setattr__(seats[name], "orders", leader.orders(name))
+            object.__setattr__(worker_contexts[name], "executor", leader.executor(name))
             answers[name] = await worked(workers[name], steps)
         await leader.close()
         return answers
@@ -226,7 +226,7 @@ def train_as_one(
         of_ranks, bound = weights_of(workers[name]), 1e-10 if double else 1e-5
         if ranks.rank == 0:
             with loaded_in_float64() if double else nullcontext():
-                one = WORKERS[role](job_of(model, directory, sections), Seat(ComputingThread("one")))
+                one = WORKERS[role](job_of(model, directory, sections), WorkerContext(ComputingThread("one")))
             agrees(found[name], asyncio.run(worked(one, steps)), bound)
             for parameter, weight in weights_of(one).items():
                 assert (of_ranks[parameter] - weight).abs().max() <= bound, (name, parameter)

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from rolemesh.errors import ModelNotFound
-from rolemesh.ranks.files import TensorFiles, copied, write_rows
 from rolemesh.ranks.ranks import Ranks
+from rolemesh.ranks.sharded_files import TensorFiles, copied, write_rows
 
 
 def test_one_rank_writes_the_bytes_that_safetensors_writes(tmp_path: Path) -> None:

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from rolemesh.config.reward import OverlongBufferConfig, RewardConfig
-from rolemesh.data import arithmetic
-from rolemesh.data.publishers import gsm8k as gsm8k_data
+from rolemesh.data.converters import gsm8k_dataset as gsm8k_data
 from rolemesh.rules.checking import check_ground_truth
 from rolemesh.rules.program_tests import Case, cases_of, check_tests
 from rolemesh.rules.sources import RULES, UnknownDataSource, rule_of
 from rolemesh.sandbox.inside import idle_time
-from rolemesh.services.reward.functions import dapo, default_compute_score, math_verify
+from rolemesh.services.command_line import arithmetic
+from rolemesh.services.reward.functions import dapo_math, default_compute_score, math_verify
 from rolemesh.services.reward.functions.prime_code import (
     compute_score,
     program_of,
@@ -67,10 +67,8 @@ def test_each_data_source_has_its_rule() -> None:
         ("Answer: 34", ["33", "34"], True),
     ],
 )
-def test_dapo_compares_the_last_answer_and_scores_one_or_minus_one(
-    response: str, truth: Any, right: bool
-) -> None:
-    scored = dapo.compute_score(response, truth)
+def test_dapo_scores_the_last_answer_plus_or_minus_one(response: str, truth: Any, right: bool) -> None:
+    scored = dapo_math.compute_score(response, truth)
     assert (scored["score"], scored["acc"]) == (1.0 if right else -1.0, float(right))
 
 
@@ -231,7 +229,7 @@ def test_tests_for_which_there_is_no_time_left_are_not_passed() -> None:
     assert said == {"score": pytest.approx(1 / 3), "acc": 0.0}
 
 
-def test_a_test_that_sleeps_takes_the_time_that_its_row_may_sleep() -> None:
+def test_a_sleeping_test_uses_up_its_rows_sleep_time() -> None:
     """A second here: the first test takes all of it, so the others, which would pass at once, do not begin."""
     truth = {"inputs": [f"{k}\n" for k in range(10)], "outputs": ["1"] * 10}
     sleeps = "import time\nif input() == '0': time.sleep(600)\nprint(1)"
@@ -239,7 +237,7 @@ def test_a_test_that_sleeps_takes_the_time_that_its_row_may_sleep() -> None:
     assert score(sleeps.replace("600", "0"), truth, timeout_s=60) == {"score": 1.0, "acc": 1.0}
 
 
-def test_time_in_which_a_program_computes_or_waits_for_a_cpu_is_not_time_asleep() -> None:
+def test_computing_or_waiting_for_a_cpu_is_not_time_asleep() -> None:
     assert idle_time(lived_s=10.0, cpu_s=0.0) == 10.0
     assert idle_time(lived_s=10.0, cpu_s=1.0) == 2.0
     assert idle_time(lived_s=1.1, cpu_s=1.0) == 0.0
@@ -280,7 +278,7 @@ def test_a_test_that_is_never_run_is_not_read() -> None:
 
 
 @pytest.mark.parametrize("given", [5, {"x": 5}, None])
-def test_a_functions_input_that_is_no_list_of_arguments_is_refused(given: Any) -> None:
+def test_a_function_input_that_is_no_argument_list_is_refused(given: Any) -> None:
     truth = {"fn_name": "f", "inputs": [[5], given], "outputs": [6, 6]}
     for read in (cases_of, check_tests):
         with pytest.raises(ValueError, match="ground_truth has fn_name, so an input should be a list; it is"):
@@ -302,7 +300,7 @@ def test_outputs_are_compared_word_by_word() -> None:
     assert not same_text("yes", "YES")
 
 
-def test_a_number_that_no_float_holds_is_right_only_if_spelled_alike() -> None:
+def test_a_number_beyond_float_is_right_only_if_spelled_alike() -> None:
     for expected in ("1" * 5000, "-" + "1" * 5000, "1" * 400 + ".5", "1e400", "inf", "nan"):
         assert same_text(expected, expected)
         for word in ("inf", "-inf", "1e999", "nan", "2" * 5000, "2" * 400 + ".5"):

@@ -239,7 +239,8 @@ ANSWERS = [
 
 
 @pytest.mark.parametrize("forms", ANSWERS, ids=lambda forms: forms[0])
-def test_forms_of_one_answer_have_one_normal_form_which_is_its_own(forms: tuple[str, ...]) -> None:
+def test_forms_of_one_answer_have_one_normal_form(forms: tuple[str, ...]) -> None:
+    """The normal form of that form is itself."""
     values = {read_answer(form).value for form in forms}
     assert len(values) == 1
     for value in values:
@@ -257,7 +258,7 @@ PIECES = (
 )  # fmt: skip
 
 
-def test_the_normal_form_of_a_normal_form_is_itself_whatever_the_text() -> None:
+def test_normalisation_is_idempotent_for_any_text() -> None:
     seeded = random.Random(1)
     texts = ["".join(pair) for pair in itertools.product(PIECES, repeat=2)]
     texts += ["".join(seeded.choices(PIECES, k=seeded.randint(3, 12))) for _ in range(3000)]
@@ -336,7 +337,7 @@ def test_units_and_names_may_be_left_out_and_may_not_differ(given: str, truth: s
         "6 score", "6 pairs", "6 dozens", "6 remainder", "6 less", "6 five",
     ],
 )  # fmt: skip
-def test_a_list_a_relation_an_equation_and_a_multiple_are_no_answer(given: str) -> None:
+def test_a_list_relation_equation_or_multiple_is_no_answer(given: str) -> None:
     assert not agrees(read_answer(given), read_answer("6"))
     assert not accuracy("math_dapo", f"Answer: {given}", "6")
     assert not accuracy("math", rf"\boxed{{{given}}}", "6")
@@ -388,9 +389,8 @@ def test_a_list_of_candidates_agrees_with_none_of_them() -> None:
         ("18", "**18** .", True),
     ],
 )
-def test_what_follows_a_marked_number_is_left_out_only_if_it_cannot_change_it(
-    truth: str, number: str, right: bool
-) -> None:
+def test_text_after_a_marked_number_is_ignored_only_if_harmless(truth: str, number: str, right: bool) -> None:
+    """What could change the number is not left out."""
     assert accuracy("openai/gsm8k", f"#### {number}", truth) is right
 
 
@@ -412,7 +412,7 @@ def test_the_answer_line_is_what_follows_the_last_label(text: str, line: str | N
     assert answer_line(text) == line
 
 
-def test_a_marked_number_is_read_with_its_sign_and_what_changes_it() -> None:
+def test_a_marked_number_keeps_its_sign_and_modifiers() -> None:
     for text, found in (("#### **-5**", "-5"), ("#### 12/5 x", "12/5"), ("#### 5e3", "5e3"), ("#### 5,", "5"),
                         ("#### five", None), ("#### 5 apples", "5"), ("#### 1\n#### 2", "2")):  # fmt: skip
         assert marked_number(text) == found

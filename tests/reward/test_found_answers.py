@@ -16,9 +16,7 @@ from rolemesh.services.controller.stages.batch_metrics import batch_metrics
 from rolemesh.services.reward.worker import RewardWorker
 
 
-async def test_the_answer_that_a_function_found_is_returned_as_text_and_is_no_metric(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_the_found_answer_is_returned_as_text_and_is_no_metric(tiny_model: Path, tmp_path: Path) -> None:
     source = (
         "def compute_score(extra_info, **row):\n"
         "    return {'score': 1, 'form': 2} | [{'pred': 7.5}, {'pred': '\\ud800x'}, {}][extra_info['index']]\n"

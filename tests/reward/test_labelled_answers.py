@@ -6,7 +6,7 @@ import pytest
 
 from rolemesh.rules.gsm8k import compute_score
 from rolemesh.rules.normal_form import agrees, read_answer
-from rolemesh.services.reward.functions import dapo, math_verify
+from rolemesh.services.reward.functions import dapo_math, math_verify
 
 THINGS = (
     "apples, acres, bags, balls, balloons, beads, billboards, bins, birds, books, bottles, boys, bricks, "
@@ -36,7 +36,7 @@ def right(answer: str, truth: str = "5") -> bool:
     return compute_score(f"#### {answer}", truth)["score"] == 1.0
 
 
-def test_a_thing_that_is_counted_is_no_multiple_even_if_it_begins_like_one() -> None:
+def test_a_counted_thing_that_begins_like_a_multiple_is_none() -> None:
     forms = ("5 {}", "**5** {}", "$5$ {}", r"5\text{{ {}}}", "5 {}.", "5 *{}*")
     assert not [
         form.format(each) for form in forms for each in THINGS.split(", ") if not right(form.format(each))
@@ -111,9 +111,7 @@ def test_counting_words_are_labels_in_each_of_their_spellings(given: str, truth:
         ("5 miles", "5", True),
     ],
 )
-def test_a_letter_or_a_word_is_a_label_only_if_it_is_no_part_of_the_number(
-    given: str, truth: str, same: bool
-) -> None:
+def test_a_letter_or_word_is_a_label_only_outside_the_number(given: str, truth: str, same: bool) -> None:
     assert agrees(read_answer(given), read_answer(truth)) is same
 
 
@@ -178,7 +176,7 @@ def test_a_choice_is_its_letter_and_what_stands_beside_it(given: str, truth: str
         ("1 or 2", "2", False),
     ],
 )
-def test_names_with_long_indices_mixed_numbers_and_lists_in_words(given: str, truth: str, same: bool) -> None:
+def test_long_indices_mixed_numbers_and_lists_in_words_are_read(given: str, truth: str, same: bool) -> None:
     assert agrees(read_answer(given), read_answer(truth)) is same
 
 
@@ -191,9 +189,7 @@ def test_names_with_long_indices_mixed_numbers_and_lists_in_words(given: str, tr
         (r"\boxed{\frac{10}{2}}", "5", 1.0),
     ],
 )
-def test_math_verify_reads_no_box_that_is_cut_off_and_compares_labels(
-    response: str, truth: str, score: float
-) -> None:
+def test_math_verify_skips_a_cut_off_box_and_compares_labels(response: str, truth: str, score: float) -> None:
     assert math_verify.compute_score(response, truth) == score
 
 
@@ -214,4 +210,4 @@ def test_math_verify_reads_no_box_that_is_cut_off_and_compares_labels(
     ],
 )
 def test_the_formula_of_a_sentence_is_its_answer(line: str, accuracy: int) -> None:
-    assert dapo.compute_score(f"Answer: {line}", "5")["acc"] == accuracy
+    assert dapo_math.compute_score(f"Answer: {line}", "5")["acc"] == accuracy

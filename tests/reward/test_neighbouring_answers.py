@@ -81,7 +81,8 @@ def test_the_last_mark_label_and_box_counts(source: str, response: str) -> None:
     assert not accuracy(source, response, "1234")
 
 
-def test_an_empty_pair_of_tags_is_no_answer_and_one_pair_leaves_what_stands_beside_it() -> None:
+def test_an_empty_pair_of_tags_is_no_answer() -> None:
+    """One pair of tags leaves what stands beside it."""
     assert read_answer("<answer>5</answer><answer> </answer>").value == "5"
     assert read_answer("x = <answer>5</answer>") == read_answer("x = 5")
     assert read_answer("<answer>5</answer> cm") == read_answer("5 cm")

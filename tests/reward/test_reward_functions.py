@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rolemesh.config.reward import CustomRewardConfig, RewardConfig
-from rolemesh.data.publishers.gsm8k import gsm8k_rows
+from rolemesh.data.converters.gsm8k_dataset import gsm8k_rows
 from rolemesh.errors import InvalidConfig
 from rolemesh.rules import gsm8k
 from rolemesh.rules.boxed import last_boxed
@@ -75,12 +75,13 @@ def test_gsm8k_without_a_marked_number_is_no_answer(response: str) -> None:
     assert gsm8k.compute_score(response, "72", format_score=0.1).items() >= {"score": 0.0, "acc": 0.0}.items()
 
 
-def test_format_score_is_for_a_well_formed_wrong_answer_and_never_makes_it_right() -> None:
+def test_format_score_never_makes_a_wrong_answer_right() -> None:
+    """It is the score of a wrong answer that is well formed."""
     assert gsm8k.compute_score("#### 73", "72", format_score=0.1).items() >= {"score": 0.1, "acc": 0.0}.items()
     assert gsm8k.compute_score("#### 72", "72", format_score=0.1).items() >= {"score": 1.0, "acc": 1.0}.items()
 
 
-def test_gsm8k_takes_what_stands_at_the_last_mark_though_it_is_no_number() -> None:
+def test_gsm8k_takes_what_follows_the_last_mark_even_non_numbers() -> None:
     """As verl does: a right answer that is taken back is none."""
     for taken_back in ("#### ,", "#### 1.2.3", "####,.", "#### ."):
         scored = gsm8k.compute_score(f"#### 5\n{taken_back}", "5", format_score=0.1)
@@ -93,9 +94,7 @@ def test_gsm8k_takes_what_stands_at_the_last_mark_though_it_is_no_number() -> No
     ("data_source", "answer"),
     [("openai/gsm8k", "#### 5"), ("math_dapo", "Answer: 5"), ("aime24", r"\boxed{5}")],
 )
-def test_an_answer_counts_within_the_last_300_characters_or_as_many_as_the_job_says(
-    data_source: str, answer: str
-) -> None:
+def test_an_answer_counts_within_the_last_300_or_set_characters(data_source: str, answer: str) -> None:
     """As in verl, whose tail is of 300: rambling after an early answer is not rewarded."""
     for answer_chars, most in ((None, 10_000), (300, 300), (20, 20)):
         config = RewardConfig() if answer_chars == 300 else RewardConfig(answer_chars=answer_chars)
@@ -125,7 +124,7 @@ def verls_answer(response: str) -> str | None:
 
 
 @pytest.mark.parametrize("answer", ["####5", "####  5", "#### $5", "#### +5", "####\n5"])
-def test_gsm8k_reads_a_mark_that_verl_does_not_though_it_takes_back_an_answer(answer: str) -> None:
+def test_gsm8k_reads_a_mark_that_verl_does_not(answer: str) -> None:
     assert verls_answer(answer) is None
     assert gsm8k.compute_score(answer, "5")["score"] == 1.0
     wrong = "#### 5 and " + answer.replace("5", "6")
@@ -252,7 +251,7 @@ def test_data_source_picks_the_rule() -> None:
         assert default_compute_score(source, r"\boxed{85}", "85", {}) == 1.0
 
 
-def test_an_unknown_data_source_is_an_error_that_names_the_known_and_the_way_out() -> None:
+def test_an_unknown_data_source_error_names_known_ones_and_a_fix() -> None:
     with pytest.raises(UnknownDataSource, match=r"'my/set'.*openai/gsm8k.*custom_reward_function"):
         default_compute_score("my/set", "1", "1")
 
@@ -268,7 +267,7 @@ def test_a_ground_truth_of_no_known_form_is_an_error(truth: Any) -> None:
 # ------------------------------------------------------------------------------------- custom
 
 
-def test_a_function_of_the_users_gets_the_row_and_its_own_keywords(tmp_path: Path) -> None:
+def test_a_users_function_gets_the_row_and_its_keywords(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
         "from dataclasses import dataclass\n"

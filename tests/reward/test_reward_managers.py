@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from reward_rows import batch, custom, job, scores, working
 
-from rolemesh.catalog.loading import forget
+from rolemesh.catalog.plugin_imports import forget
 from rolemesh.config.job import make_job
 from rolemesh.errors import InvalidConfig, RewardFailed
 from rolemesh.services.reward.worker import RewardWorker
@@ -51,7 +51,7 @@ async def test_a_batch_function_that_answers_for_fewer_rows_fails(tiny_model: Pa
             await scores(worker, "a", "b")
 
 
-async def test_the_dapo_manager_takes_the_punishment_from_the_score_and_not_from_acc(tiny_model: Path) -> None:
+async def test_the_dapo_manager_punishes_the_score_and_not_acc(tiny_model: Path) -> None:
     """data.max_response_length is 24 and a token a character (and one for the end): 11 tokens are below the
     buffer of 12, 18 are in its middle, 24 at its end."""
     texts = [answer + " " * (length - 1 - len(answer)) for answer, length in
@@ -85,7 +85,7 @@ def test_keys_that_contradict_each_other_are_refused(reward: dict[str, Any], sai
         make_job({"reward": reward})
 
 
-async def test_a_plug_ins_manager_scores_in_other_processes_with_its_options(
+async def test_a_plugin_manager_scores_in_other_processes_with_options(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     """They import the plug-in and check its options again, so a path is a path and not JSON's text."""

@@ -14,7 +14,7 @@ from rolemesh.config.reward import RewardConfig
 from rolemesh.rules.sources import RULES
 from rolemesh.services.reward.functions import QUICK, default_compute_score
 from rolemesh.services.reward.functions.prime_code import program_of, same_result, same_text
-from rolemesh.services.reward.functions.verl import dapo
+from rolemesh.services.reward.functions.verl import math_dapo
 
 REPEATED = (
     *(" ", "\n", "1", "a", "{", "}", "$", "-", "#", ".", ",", "=", "\\", "/", "%", "####", "#### ", "####,"),
@@ -69,9 +69,8 @@ SOURCES = {rule: RULES[rule][0] for rule in QUICK}
 
 @pytest.mark.parametrize("again", REPEATED)
 @pytest.mark.parametrize("rule", SOURCES)
-def test_a_rule_of_the_roles_own_thread_takes_time_in_proportion_to_response_and_ground_truth(
-    rule: str, again: str
-) -> None:
+def test_rules_on_the_roles_thread_take_linear_time(rule: str, again: str) -> None:
+    """Linear in the response and in the ground truth."""
     every_character = RewardConfig(answer_chars=None)
 
     def of_response(text: str) -> None:
@@ -97,12 +96,12 @@ def test_time_that_grows_with_the_square_is_found() -> None:
     """The test of the test: the expression that once held the reward's thread."""
     square = re.compile(r"\\text\{(.*?)\}")
     assert not grows_no_faster_than_its_text(lambda text: square.sub(r"\1", text), "", "\\text{", "")
-    assert grows_no_faster_than_its_text(lambda text: dapo.normalise(text), "", "\\text{", "")
+    assert grows_no_faster_than_its_text(lambda text: math_dapo.normalise(text), "", "\\text{", "")
 
 
 def by_expressions(answer: str) -> str:
     """What dapo's normalisation does, said briefly."""
-    for before, after in (*dapo.REPLACED, *((unit, "") for unit in dapo.UNITS)):
+    for before, after in (*math_dapo.REPLACED, *((unit, "") for unit in math_dapo.UNITS)):
         answer = answer.replace(before, after)
     answer = re.sub(r"(.*?)(\$)(.*?)(\$)(.*)", r"$\3$", answer)
     for command in ("text", "textbf", "overline"):
@@ -116,9 +115,9 @@ def by_expressions(answer: str) -> str:
     return answer.strip()
 
 
-def test_dapo_reads_dollars_texts_and_boxes_as_its_expressions_would() -> None:
+def test_dapo_normalises_as_its_regular_expressions_would() -> None:
     pieces = ("$", "}", "{", "\n", "b", "\\text{", "\\textbf{", "\\overline{", "\\boxed{")
     for length in range(5):
         for parts in itertools.product(pieces, repeat=length):
             text = "".join(parts)
-            assert dapo.normalise(text) == by_expressions(text), text
+            assert math_dapo.normalise(text) == by_expressions(text), text

@@ -97,9 +97,8 @@ async def test_a_function_gets_the_whole_conversation(tiny_model: Path, tmp_path
 # -------------------------------------------------------------------------------------- custom
 
 
-async def test_a_custom_function_sees_the_row_and_may_tell_acc_from_score(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_a_custom_function_sees_the_row_and_may_return_acc(tiny_model: Path, tmp_path: Path) -> None:
+    """It may differ from the score."""
     source = (
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
         "    assert data_source == 'mine' and extra_info['index'] == 0 and ground_truth == {'target': ['a']}\n"
@@ -111,9 +110,8 @@ async def test_a_custom_function_sees_the_row_and_may_tell_acc_from_score(
     assert scores["acc"].tolist() == [1.0]
 
 
-async def test_a_function_that_raises_fails_the_call_with_uid_function_and_line(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_a_raising_function_fails_the_call_with_uid_and_line(tiny_model: Path, tmp_path: Path) -> None:
+    """The error names the function, too."""
     source = "def compute_score(solution_str, **row):\n    return 1 / (len(solution_str) - 3)\n"
     worker = RewardWorker(job(tiny_model, **custom(tmp_path, source)))
     with pytest.raises(
@@ -216,7 +214,7 @@ def texts(num_rows: int) -> list[tuple[str, str, Any]]:
     return [("chat", "answer " + "!" * i, None) for i in range(num_rows)]
 
 
-async def test_rows_of_style_model_are_scored_by_the_model_and_others_by_rule(
+async def test_rows_of_style_model_are_scored_by_model_others_by_rule(
     tiny_model: Path, reward_model: Path
 ) -> None:
     rows = DataProto.concat([batch(("math", r"\boxed{3}", "3")), batch(*texts(1), style="model")])
@@ -243,7 +241,7 @@ async def test_a_rows_score_has_the_same_bits_whoever_shares_the_call(
 
 
 @pytest.mark.parametrize("added", [[], ["answer"]], ids=["the same ids", "another tokenizer"])
-async def test_the_model_scores_what_the_policy_saw_last_and_said_to_it(
+async def test_the_model_scores_the_policys_last_prompt_and_response(
     tiny_model: Path, tmp_path: Path, added: list[str]
 ) -> None:
     tokenizer = byte_tokenizer()
@@ -284,7 +282,7 @@ async def test_a_model_with_another_tokenizer_reads_the_text(
     assert torch.equal((await worker.compute_scores(rows[2:]))["acc"], together[2:])
 
 
-async def test_a_reward_model_that_knows_fewer_ids_than_the_policy_never_gets_one_that_it_lacks(
+async def test_a_reward_model_never_gets_an_id_outside_its_vocabulary(
     tiny_model: Path, reward_model: Path, tmp_path: Path
 ) -> None:
     """A policy's table of tokens is often larger than its tokenizer, and it may answer with any id of it."""

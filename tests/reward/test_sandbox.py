@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from rolemesh.sandbox.box import Limits, Outcome, Sandbox, SandboxUnavailable
+from rolemesh.sandbox.box import ProgramLimits, ProgramResult, Sandbox, SandboxUnavailable
 
-LIMITS = Limits(cpu_s=2, wall_s=3.0, memory_bytes=512 << 20, output_bytes=1 << 20)
+LIMITS = ProgramLimits(cpu_s=2, wall_s=3.0, memory_bytes=512 << 20, output_bytes=1 << 20)
 ADDS = "a, b = map(int, input().split())\nprint(a + b)\n"
 
 
@@ -43,15 +43,15 @@ def session_of(box: Sandbox) -> list[int]:
     return found
 
 
-def attempt(box: Sandbox, program: str, stdin: str = "", limits: Limits = LIMITS) -> Outcome:
+def attempt(box: Sandbox, program: str, stdin: str = "", limits: ProgramLimits = LIMITS) -> ProgramResult:
     """What a program comes to; then nothing of it runs, and a right program passes in the same sandbox."""
-    assert box.run(ADDS, "1 2\n", LIMITS) == Outcome(0, "3\n")
+    assert box.run(ADDS, "1 2\n", LIMITS) == ProgramResult(0, "3\n")
     assert box._process is not None
     pid = box._process.pid
     outcome = box.run(program, stdin, limits)
     assert box._process.pid == pid, "the sandbox's own process was lost"
     assert session_of(box) == [pid]
-    assert box.run(ADDS, "20 22\n", LIMITS) == Outcome(0, "42\n")
+    assert box.run(ADDS, "20 22\n", LIMITS) == ProgramResult(0, "42\n")
     return outcome
 
 
@@ -59,7 +59,7 @@ def refused(box: Sandbox, *statements: str) -> None:
     """None of the statements is permitted: the program itself says so, and no other mistake passes for it."""
     tries = "".join(f"try:\n    {each}\nexcept PermissionError:\n    print('refused')\n" for each in statements)
     program = f"import ctypes, mmap, os, resource, signal, socket, subprocess, threading\n{tries}"
-    assert attempt(box, program) == Outcome(0, "refused\n" * len(statements))
+    assert attempt(box, program) == ProgramResult(0, "refused\n" * len(statements))
 
 
 # ------------------------------------------------------------------------- time, memory, processes
@@ -67,10 +67,10 @@ def refused(box: Sandbox, *statements: str) -> None:
 
 def test_an_endless_loop_ends_with_its_cpu_seconds(sandbox: Sandbox) -> None:
     outcome = attempt(sandbox, "while True: pass", limits=replace(LIMITS, cpu_s=1, wall_s=60.0))
-    assert outcome == Outcome(-signal.SIGKILL, "")
+    assert outcome == ProgramResult(-signal.SIGKILL, "")
 
 
-def test_sleep_beyond_the_wall_time_ends_though_signals_are_ignored(sandbox: Sandbox) -> None:
+def test_sleep_past_the_wall_time_ends_despite_ignored_signals(sandbox: Sandbox) -> None:
     program = (
         "import signal, time\n"
         "for number in set(signal.valid_signals()) - {signal.SIGKILL, signal.SIGSTOP}:\n"
@@ -80,10 +80,10 @@ def test_sleep_beyond_the_wall_time_ends_though_signals_are_ignored(sandbox: San
         "while True: time.sleep(60)\n"
     )
     outcome = attempt(sandbox, program, limits=replace(LIMITS, wall_s=2.5))  # enough to begin on a busy machine
-    assert outcome == Outcome(-signal.SIGKILL, "asleep\n")
+    assert outcome == ProgramResult(-signal.SIGKILL, "asleep\n")
 
 
-def test_a_program_that_sleeps_longer_than_it_may_is_ended_long_before_the_clock_ends_it(
+def test_a_program_that_oversleeps_ends_before_the_wall_time(
     sandbox: Sandbox,
 ) -> None:
     outcome = attempt(sandbox, "import time; time.sleep(600)", limits=replace(LIMITS, wall_s=600.0, idle_s=0.5))
@@ -92,7 +92,7 @@ def test_a_program_that_sleeps_longer_than_it_may_is_ended_long_before_the_clock
 
 
 def test_ten_gigabytes_are_not_to_be_had(sandbox: Sandbox) -> None:
-    assert attempt(sandbox, "x = bytearray(10 << 30)") == Outcome(1, "")
+    assert attempt(sandbox, "x = bytearray(10 << 30)") == ProgramResult(1, "")
     assert attempt(sandbox, "x = []\nwhile True: x.append(bytearray(1 << 20))").status != 0
 
 
@@ -107,7 +107,7 @@ def test_a_daemon_is_not_made(sandbox: Sandbox) -> None:
     daemon = (
         "import os\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        while True: pass\n"
     )
-    assert attempt(sandbox, daemon) == Outcome(1, "")
+    assert attempt(sandbox, daemon) == ProgramResult(1, "")
 
 
 def test_threads_are_to_be_had_but_not_without_end(sandbox: Sandbox) -> None:
@@ -116,7 +116,7 @@ def test_threads_are_to_be_had_but_not_without_end(sandbox: Sandbox) -> None:
         "threading.stack_size(128 << 20)\n"
         "t = threading.Thread(target=lambda: print(f(50_000)))\nt.start()\nt.join()\n"
     )
-    assert attempt(sandbox, deep) == Outcome(0, "50000\n")
+    assert attempt(sandbox, deep) == ProgramResult(0, "50000\n")
     bomb = (
         "import os, threading\nthreading.stack_size(32 << 10)\nn = 0\nlock = threading.Lock()\nlock.acquire()\n"
         "try:\n    while True:\n        threading.Thread(target=lock.acquire, daemon=True).start()\n"
@@ -135,7 +135,7 @@ def test_limits_cannot_be_raised(sandbox: Sandbox) -> None:
         "    try: resource.setrlimit(limit, (1 << 40, 1 << 40))\n"
         "    except (ValueError, OSError): print('refused')\n"
     )
-    assert attempt(sandbox, program) == Outcome(0, "refused\n" * 3)
+    assert attempt(sandbox, program) == ProgramResult(0, "refused\n" * 3)
 
 
 # ------------------------------------------------------------------------------------- files
@@ -150,14 +150,14 @@ def test_no_file_but_the_interpreters_is_read(sandbox: Sandbox, tmp_path: Path) 
     refused(sandbox, *(f"open({str(path)!r}).read()" for path in files))
 
 
-def test_a_link_shows_where_it_leads_and_nothing_of_what_is_there(sandbox: Sandbox) -> None:
+def test_a_link_shows_its_target_and_nothing_inside_it(sandbox: Sandbox) -> None:
     """Python needs that: without readlink, inspect.stack and os.path.realpath raise PermissionError."""
     refused(sandbox, "os.listdir('/proc/self/cwd')", "open('/proc/self/cwd/etc/passwd').read()")
     program = (
         "import inspect, os\nprint(os.readlink('/proc/self/cwd'), os.path.realpath('/proc/self/cwd'))\n"
         "print([frame.function for frame in inspect.stack()][0])\n"
     )
-    assert attempt(sandbox, program) == Outcome(0, "/ /\n<module>\n")
+    assert attempt(sandbox, program) == ProgramResult(0, "/ /\n<module>\n")
 
 
 def test_installed_packages_are_not_readable(sandbox: Sandbox) -> None:
@@ -169,7 +169,7 @@ def test_installed_packages_are_not_readable(sandbox: Sandbox) -> None:
     refused(sandbox, f"open(os.path.join(os.path.dirname(os.__file__), {there!r})).read()")
 
 
-def test_the_environment_is_empty_and_other_files_are_not_inherited(sandbox: Sandbox) -> None:
+def test_the_environment_is_empty_and_no_file_is_inherited(sandbox: Sandbox) -> None:
     program = (
         "import os\nprint(dict(os.environ))\n"
         "for number in range(3, 200):\n"
@@ -257,8 +257,8 @@ def test_standard_input_may_be_closed_or_left_unread(sandbox: Sandbox) -> None:
         attempt(sandbox, "import sys, os\nsys.stdin.close()\nos.close(0)\nprint(1)", "x" * 10**6).output
         == "1\n"
     )
-    assert attempt(sandbox, "print(2)", "x" * 10**7) == Outcome(0, "2\n")
-    assert attempt(sandbox, "import os\nos.close(1)\nos.close(2)\n") == Outcome(0, "")
+    assert attempt(sandbox, "print(2)", "x" * 10**7) == ProgramResult(0, "2\n")
+    assert attempt(sandbox, "import os\nos.close(1)\nos.close(2)\n") == ProgramResult(0, "")
 
 
 def test_a_program_finds_nothing_of_the_one_before_it(sandbox: Sandbox) -> None:
@@ -272,13 +272,13 @@ def test_a_program_finds_nothing_of_the_one_before_it(sandbox: Sandbox) -> None:
         "print(any('of-the-first-' in o for o in gc.get_objects() if isinstance(o, dict) for o in o.values() "
         "if isinstance(o, str) and o != 'of-the-first-'))\n"
     )
-    assert attempt(sandbox, program) == Outcome(0, "False False\nFalse\n")
+    assert attempt(sandbox, program) == ProgramResult(0, "False False\nFalse\n")
 
 
 # --------------------------------------------------------------------------- what a program has
 
 
-def test_a_program_has_the_standard_library_and_answers_the_same_each_time(sandbox: Sandbox) -> None:
+def test_a_program_has_the_standard_library_and_is_deterministic(sandbox: Sandbox) -> None:
     program = (
         "import hashlib, decimal, fractions, asyncio.queues, xml.dom.minidom, zoneinfo, random, unicodedata\n"
         "print(hashlib.sha256(b'').hexdigest()[:8], zoneinfo.ZoneInfo('UTC'), random.random())\n"
@@ -294,17 +294,17 @@ def test_a_program_has_the_standard_library_and_answers_the_same_each_time(sandb
     other.close()
 
 
-def test_a_program_that_is_no_text_fails_and_the_smallest_memory_is_enough(sandbox: Sandbox) -> None:
+def test_a_non_text_program_fails_and_least_memory_is_enough(sandbox: Sandbox) -> None:
     assert attempt(sandbox, "print('\ud800')\n", limits=replace(LIMITS, memory_bytes=64 << 20)).output == "?\n"
     assert attempt(sandbox, "\x00").status == 1
     assert attempt(sandbox, "print(input())", "\ud800").output == "?\n"
 
 
-def test_a_function_is_called_with_the_arguments_and_its_prints_are_no_result(sandbox: Sandbox) -> None:
+def test_a_function_gets_its_arguments_and_prints_are_no_result(sandbox: Sandbox) -> None:
     program = (
         "class Solution:\n    def f(self, xs: List[int], k):\n        print('x')\n        return xs[k], k\n"
     )
-    assert sandbox.run(program, "[[4, 5], 1]", LIMITS, function="f") == Outcome(0, "[5, 1]")
+    assert sandbox.run(program, "[[4, 5], 1]", LIMITS, function="f") == ProgramResult(0, "[5, 1]")
     assert sandbox.run("def f(): return {1}", "[]", LIMITS, function="f").status == 1
     assert sandbox.run("g = 1", "[]", LIMITS, function="f").status == 1
 
@@ -313,18 +313,18 @@ def test_the_prelude_has_the_streams_of_the_program(sandbox: Sandbox) -> None:
     program = "stdout.write('1\\n')\nprint(2)\nstdout.write(stdin.readline())\nprint(stdin is sys.stdin)"
     assert attempt(sandbox, program, "3\n").output == "1\n2\n3\nTrue\n"
     prints = "def f(x):\n    stdout.write('debug')\n    stderr.write('debug')\n    return x"
-    assert sandbox.run(prints, "[5]", LIMITS, function="f") == Outcome(0, "5")
+    assert sandbox.run(prints, "[5]", LIMITS, function="f") == ProgramResult(0, "5")
 
 
 # ------------------------------------------------------------------------------ its own end
 
 
-def test_the_sandbox_ends_with_who_started_it_and_the_program_in_it_too() -> None:
+def test_the_sandbox_and_its_program_end_with_their_parent() -> None:
     """Killed without a chance to clean up, as by the kernel when memory is short."""
     source = (
-        "import threading\nfrom rolemesh.sandbox.box import Limits, Sandbox\n"
-        "box = Sandbox()\nbox.run('', '', Limits())\nprint(box._process.pid, flush=True)\n"
-        "box.run('import time; time.sleep(600)', '', Limits(wall_s=600.0))\n"
+        "import threading\nfrom rolemesh.sandbox.box import ProgramLimits, Sandbox\n"
+        "box = Sandbox()\nbox.run('', '', ProgramLimits())\nprint(box._process.pid, flush=True)\n"
+        "box.run('import time; time.sleep(600)', '', ProgramLimits(wall_s=600.0))\n"
     )
     starter = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
     assert starter.stdout is not None
@@ -346,7 +346,7 @@ def wait_for(pidfd: int, timeout_s: float = 100.0) -> bool:
     return bool(waiting.poll(timeout_s * 1000))
 
 
-def test_a_sandbox_that_was_killed_says_so_and_the_next_program_has_another(sandbox: Sandbox) -> None:
+def test_a_killed_sandbox_says_so_and_is_replaced(sandbox: Sandbox) -> None:
     box = Sandbox()
     assert box.run(ADDS, "1 1", LIMITS).output == "2\n"
     assert box._process is not None
@@ -367,8 +367,8 @@ def test_without_landlock_no_program_is_run() -> None:
         "code = ctypes.create_string_buffer(b''.join(struct.pack('=HBBI', *i) for i in program))\n"
         "head = struct.pack('HL', 4, ctypes.cast(code, ctypes.c_void_p).value)\n"
         "assert ctypes.CDLL(None).prctl(22, 2, head, 0, 0) == 0\n"
-        "from rolemesh.sandbox.box import Limits, Sandbox, SandboxUnavailable\n"
-        "try: print(Sandbox().run('print(1)', '', Limits()))\n"
+        "from rolemesh.sandbox.box import ProgramLimits, Sandbox, SandboxUnavailable\n"
+        "try: print(Sandbox().run('print(1)', '', ProgramLimits()))\n"
         "except SandboxUnavailable as error: print(error)\n"
     )
     ran = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60)

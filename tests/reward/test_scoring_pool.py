@@ -42,9 +42,7 @@ def children() -> set[int]:
             continue  # a thread has ended meanwhile, and its children are another's
 
 
-async def test_scores_are_in_the_order_of_the_rows_and_equal_those_of_one_process(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_scores_keep_row_order_and_equal_those_of_one_process(tiny_model: Path, tmp_path: Path) -> None:
     """A row ends when as many processes as there should be have had one: with fewer, none would ever end."""
     responses = ["x" * (1 + i * 7 % 20) for i in range(60)]
     for num_workers in (3, 1):
@@ -63,9 +61,7 @@ async def test_scores_are_in_the_order_of_the_rows_and_equal_those_of_one_proces
             assert {int(path.name) for path in seen.iterdir()} == children()
 
 
-async def test_rows_are_scored_at_the_same_time_and_the_event_loop_goes_on(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_rows_are_scored_in_parallel_beside_the_event_loop(tiny_model: Path, tmp_path: Path) -> None:
     """Each row waits until all three have begun: one after the other, none would ever end."""
     source = (
         "import os, pathlib, time\n"
@@ -96,7 +92,7 @@ async def test_rows_are_scored_at_the_same_time_and_the_event_loop_goes_on(
         ("print(1 / 0)", r"raised ZeroDivisionError: division by zero \(.*mine.py, line 4\)"),
     ],
 )
-async def test_a_function_that_ends_its_process_or_hangs_costs_its_row_alone(
+async def test_a_function_that_exits_or_hangs_costs_only_its_row(
     tiny_model: Path, tmp_path: Path, does: str, said: str
 ) -> None:
     source = (
@@ -129,7 +125,7 @@ async def test_a_process_that_dies_between_two_rows_costs_none(tiny_model: Path,
         assert before not in children()
 
 
-def test_a_rows_time_begins_when_its_process_has_loaded_the_function(tmp_path: Path) -> None:
+def test_a_rows_time_starts_after_its_process_loads_the_function(tmp_path: Path) -> None:
     """The process starts, though a new interpreter takes longer than a millisecond."""
     function = custom(tmp_path, "def compute_score(**row): return 1.0\n")
     pool = ScoringPool(RewardConfig(timeout_s=0.001, num_workers=1, **function))
@@ -139,9 +135,7 @@ def test_a_rows_time_begins_when_its_process_has_loaded_the_function(tmp_path: P
         pool.close()
 
 
-async def test_a_scoring_process_imports_little_besides_the_functions_file(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_a_scoring_process_imports_little_beside_the_function(tiny_model: Path, tmp_path: Path) -> None:
     source = (
         "import sys\n"
         "HEAVY = sys.modules.keys() & {'numpy', 'pydantic', 'rolemesh.config', 'rolemesh.catalog.catalog', "
@@ -189,7 +183,7 @@ def compute_score(solution_str, **row):
         ("does not read", 0.5, "late; its process was killed"),
     ],
 )
-def test_a_process_that_breaks_its_line_costs_no_more_than_a_rows_time(
+def test_a_process_with_a_broken_pipe_costs_at_most_a_rows_time(
     tmp_path: Path, response: str, seconds: float, said: str
 ) -> None:
     process = _ScoringProcess()
@@ -279,9 +273,7 @@ async def test_the_first_row_that_fails_is_the_one_that_is_named(tiny_model: Pat
             await scores(worker, "late", "soon")
 
 
-async def test_a_failed_row_is_reported_while_a_later_one_is_still_scored(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_a_failed_row_is_reported_while_a_later_one_is_scored(tiny_model: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "never")
     source = (
         "def compute_score(solution_str, **row):\n"
@@ -355,9 +347,10 @@ def test_processes_end_with_the_service_however_that_ends(tmp_path: Path, number
     )
     source = (
         "from rolemesh.config.reward import RewardConfig\n"
-        "from rolemesh.services.reward.scoring_pool import Call, CallQueue, ScoringPool\n"
+        "from rolemesh.services.reward.scoring_pool import CallQueue, ScoringJob, ScoringPool\n"
         f"config = RewardConfig(custom_reward_function={{'path': {str(function)!r}}})\n"
-        "queue = CallQueue([Call([0], [{'solution_str': 'x'}])], str)\nScoringPool(config).submit(queue)\n"
+        "queue = CallQueue([ScoringJob([0], [{'solution_str': 'x'}])], str)\n"
+        "ScoringPool(config).submit(queue)\n"
         "queue.scores.result()\n"
     )
     service = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)

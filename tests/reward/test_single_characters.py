@@ -47,7 +47,7 @@ READERS = pytest.mark.parametrize("read", [by_mark, by_form])
 
 
 @READERS
-def test_a_character_after_a_number_leaves_it_or_makes_none_of_it(
+def test_a_character_after_a_number_leaves_it_or_voids_it(
     read: Callable[[str], Decimal | None],
 ) -> None:
     """Only a digit, of any script, makes another number, or a fraction."""
@@ -67,7 +67,7 @@ def test_a_character_after_a_number_leaves_it_or_makes_none_of_it(
 
 
 @READERS
-def test_a_character_before_a_number_leaves_it_or_makes_none_of_it(
+def test_a_character_before_a_number_leaves_it_or_voids_it(
     read: Callable[[str], Decimal | None],
 ) -> None:
     """Only a digit, a minus sign or a point makes another number."""

@@ -18,7 +18,7 @@ FUNCTION = "def compute_score(solution_str, **row):\n    return {'score': 1, 'pr
 
 
 @pytest.mark.parametrize("skip", [True, False])
-async def test_a_function_and_the_dumps_show_special_tokens_if_the_key_says_so(
+async def test_functions_and_dumps_see_special_tokens_if_configured(
     skip: bool, tiny_model: Path, tmp_path: Path
 ) -> None:
     function = custom(tmp_path, FUNCTION)

@@ -12,8 +12,8 @@ import transformers
 from rolemesh.config.model import ModelConfig
 from rolemesh.errors import InvalidConfig, Unsupported
 from rolemesh.models.loading import load_causal_lm
-from rolemesh.services.rollout.engines.hf.attention import GROUPED_ATTENTION
-from rolemesh.services.rollout.engines.hf.probe import group_attention
+from rolemesh.services.rollout.engines.hf.cached_attention import GROUPED_ATTENTION
+from rolemesh.services.rollout.engines.hf.engine_probe import group_attention
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,

@@ -15,7 +15,7 @@ import pytest
 from vllm_source import Source, digest_of, misfits, python_files
 from vllm_uses import ENGINE, WORKER, read_engine, uses_of
 
-from rolemesh.services.rollout.engines.openai import servers
+from rolemesh.services.rollout.engines.openai import http_servers
 
 ROOT = Path(__file__).parents[2]
 GPU_WHEEL = json.loads((ROOT / "tests" / "fixtures" / "vllm" / "gpu_wheel.json").read_text())
@@ -42,7 +42,7 @@ def test_the_wheel_that_was_read_is_the_one_of_the_lock() -> None:
 
 
 @installed
-def test_the_python_files_of_vllm_on_a_cpu_are_those_of_its_gpu_build() -> None:
+def test_vllms_python_files_are_the_same_on_cpu_and_gpu() -> None:
     files = python_files(str(BUILDS[0].read_text("RECORD")))
     alike = {path: digest for path, digest in files.items() if path not in GPU_WHEEL["differing"]}
     assert BUILDS[0].version == GPU_WHEEL["version"], REMEDY
@@ -76,11 +76,11 @@ def test_vllm_has_every_name_and_argument_that_the_engine_uses(source: Source) -
         ("engine.py", "flat.token_ids", "flat.tokens", "FlatLogprobs has no tokens"),
         ("engine.py", "completion.token_ids", "completion.tokens", "CompletionOutput has no tokens"),
         ("engine.py", '"max_tokens"', '"most"', f"SamplingParams {UNKNOWN}"),
-        ("arguments.py", '"stop_token_ids"', '"ends"', f"SamplingParams {UNKNOWN}"),
-        ("arguments.py", '"top_k": sampling', '"k": sampling', f"SamplingParams {UNKNOWN}"),
-        ("arguments.py", ': "max_num_seqs"', ': "num_rows"', f"AsyncEngineArgs {UNKNOWN}"),
-        ("arguments.py", '["enable_sleep_mode"]', '["sleepy"]', f"AsyncEngineArgs {UNKNOWN}"),
-        ("arguments.py", '"VLLM_DO_NOT_TRACK"', '"VLLM_NO_TRACK"', "vllm.envs has no VLLM_NO_TRACK"),
+        ("engine_args.py", '"stop_token_ids"', '"ends"', f"SamplingParams {UNKNOWN}"),
+        ("engine_args.py", '"top_k": sampling', '"k": sampling', f"SamplingParams {UNKNOWN}"),
+        ("engine_args.py", ': "max_num_seqs"', ': "num_rows"', f"AsyncEngineArgs {UNKNOWN}"),
+        ("engine_args.py", '["enable_sleep_mode"]', '["sleepy"]', f"AsyncEngineArgs {UNKNOWN}"),
+        ("engine_args.py", '"VLLM_DO_NOT_TRACK"', '"VLLM_NO_TRACK"', "vllm.envs has no VLLM_NO_TRACK"),
         ("extension.py", ".get_model()", ".model_of()", "gpu.model_runner:GPUModelRunner has no model_of"),
         ("extension.py", "fused.output_sizes", "fused.sizes", "QKVParallelLinear has no sizes"),
         ("extension.py", "remove_weight=remove", "drop=remove", "dispatch_cpu_unquantized_gemm refuses"),
@@ -111,8 +111,8 @@ def test_a_use_that_cannot_be_followed_is_refused(ours: str, changed: str, quest
 
 
 @installed
-def test_vllms_server_has_every_route_that_the_engine_openai_calls() -> None:
-    own, _, _ = Path(servers.__file__).read_text().partition("class SglangServer")
+def test_vllms_server_has_every_route_that_engine_openai_calls() -> None:
+    own, _, _ = Path(http_servers.__file__).read_text().partition("class SglangServer")
     called = re.findall(r'call\(client, "(GET|POST)", "(/[\w/]+)', own)
     assert ("POST", "/pause") in called
     entrypoints = Path(str(BUILDS[0].locate_file("vllm/entrypoints"))).rglob("*.py")

@@ -39,9 +39,9 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RoleUnavailable, WeightsUnavailable
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.services.rollout.engines.openai.folder import PREFIX
-from rolemesh.services.rollout.engines.openai.servers import VllmServer
+from rolemesh.services.rollout.engines.openai.http_servers import VllmServer
 from rolemesh.services.rollout.worker import RolloutWorker
-from rolemesh.weights.held import HeldWeights
+from rolemesh.weights.published import PublishedWeights
 
 # The server's start is the first test's; 45 s where nothing else runs.
 pytestmark = [installed, pytest.mark.timeout(500)]
@@ -124,7 +124,7 @@ async def test_log_probs_are_the_models_before_and_after_updates(
         )
         for version in (1, 2):
             actor = changed(model, 0.03 * version)
-            await worker.update_weights(HeldWeights(version, weights(actor)))
+            await worker.update_weights(PublishedWeights(version, weights(actor)))
             rows = await generated(worker, prompts)
             assert_are_the_models(actor, prompts, rows, temperature=temperature)
             assert set(rows["weight_versions"][rows["response_mask"]].tolist()) == {version}
@@ -219,7 +219,7 @@ async def test_every_token_names_the_weights_that_made_it(url: str, model: Path,
     with worker_of(model, [url], tmp_path, ignore_eos=True, max_num_seqs=4) as worker:
         async with aclosing(worker.generate(prompts)) as stream:
             parts = [await anext(stream)]  # most of the others have not begun
-            await worker.update_weights(HeldWeights(1, weights(actors[1])))
+            await worker.update_weights(PublishedWeights(1, weights(actors[1])))
             async for part in stream:
                 parts.append(part)
                 if (part["weight_versions"] == 1).any():
@@ -240,17 +240,15 @@ async def test_wrong_tensors_leave_the_old_weights(url: str, model: Path, tmp_pa
         wrong = dict(weights(changed(model, 0.1)))
         wrong["model.norm.weight"] = torch.ones(7)
         with pytest.raises(WeightsUnavailable, match=r"model\.norm\.weight is \[7\]"):
-            await worker.update_weights(HeldWeights(1, wrong))
+            await worker.update_weights(PublishedWeights(1, wrong))
         assert worker.version == 0
         assert torch.equal((await generated(worker, prompts))["responses"], before["responses"])
 
 
-async def test_a_server_that_was_restarted_gets_the_version_before_it_answers(
-    url: str, model: Path, tmp_path: Path
-):
+async def test_a_restarted_server_gets_the_version_before_it_answers(url: str, model: Path, tmp_path: Path):
     prompts, actor = prompts_of(6), changed(model, 0.05)
     with worker_of(model, [url], tmp_path, tokens=16) as worker:
-        await worker.update_weights(HeldWeights(1, weights(actor)))
+        await worker.update_weights(PublishedWeights(1, weights(actor)))
         # What a restart leaves: the model's own weights under vLLM's own name for them.
         async with httpx.AsyncClient(base_url=url, timeout=60) as client:
             body = {"method": "reload_weights", "kwargs": {"weights_path": str(model)}}
@@ -277,7 +275,7 @@ async def test_nothing_is_left_in_the_folder(url: str, model: Path, tmp_path: Pa
     with worker_of(model, [url], tmp_path) as worker:
         assert not killed.exists()
         for version in (1, 2):
-            await worker.update_weights(HeldWeights(version, weights(changed(model, 0.01))))
+            await worker.update_weights(PublishedWeights(version, weights(changed(model, 0.01))))
         assert [path.name.split("-")[0] for path in folders(tmp_path, f"{PREFIX}*/*-*")] == ["2"]
         (file,) = folders(tmp_path, f"{PREFIX}*/*/*")  # for servers of another user, too
         assert [path.stat().st_mode & 0o777 for path in (file, *file.parents[:2])] == [0o644, 0o755, 0o755]
@@ -304,7 +302,7 @@ async def test_rows_of_a_server_that_dies_are_made_by_another(url: str, model: P
             assert rows["response_mask"].all()
             assert_are_the_models(changed(model, 0), prompts, rows)
             actor = changed(model, 0.03)
-            await worker.update_weights(HeldWeights(1, weights(actor)))  # the one that is left takes it
+            await worker.update_weights(PublishedWeights(1, weights(actor)))  # the one that is left takes it
             assert_are_the_models(actor, prompts, await generated(worker, prompts))
 
 
@@ -318,7 +316,7 @@ async def test_the_last_server_that_dies_ends_the_call_in_time(url: str, model: 
             line.cut()
             with pytest.raises(RoleUnavailable, match=f"no server is left: {line.url}"):
                 await asyncio.wait_for(generation, 120)
-            new = HeldWeights(1, weights(changed(model, 0.1)))
+            new = PublishedWeights(1, weights(changed(model, 0.1)))
             with pytest.raises(RoleUnavailable, match=f"no server took version 1: {line.url}"):
                 await asyncio.wait_for(worker.update_weights(new), 120)
 

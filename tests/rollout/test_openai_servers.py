@@ -22,9 +22,9 @@ from rolemesh.data.parquet import write_rows
 from rolemesh.errors import InvalidConfig, RoleUnavailable
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.services.rollout.engines.openai.engine import OpenAIEngine
-from rolemesh.services.rollout.engines.openai.servers import Completion, Request, ServerLost
+from rolemesh.services.rollout.engines.openai.http_servers import Completion, Request, ServerLost
 from rolemesh.services.rollout.worker import RolloutWorker
-from rolemesh.weights.held import HeldWeights
+from rolemesh.weights.published import PublishedWeights
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +59,10 @@ def test_a_server_that_does_not_answer_is_named(model: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("trust_env", [False, True])
-def test_a_server_of_another_protocol_is_named_and_reached_by_a_proxy_if_the_job_says_so(
+def test_a_server_of_another_protocol_is_named_or_proxied(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trust_env: bool
 ):
+    """A proxy reaches it if the job says so."""
     asked = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -179,7 +180,7 @@ async def test_sglang_is_asked_as_its_documentation_says(
         keys = {"api": "sglang", "api_key_env": "FLEET_KEY"}
         with worker_of(model, [address], tmp_path, temperature=0.5, tokens=8, openai=keys) as worker:
             rows = await generated(worker, prompts_of(3))
-            await worker.update_weights(HeldWeights(4, weights(changed(model, 0.1))))
+            await worker.update_weights(PublishedWeights(4, weights(changed(model, 0.1))))
             again = await generated(worker, prompts_of(3))
         with pytest.raises(InvalidConfig, match=r"ignore rollout\.top_k and rollout\.top_p"):
             RolloutWorker(job_of(model, [address], tmp_path, top_k=5, openai=keys))
@@ -201,9 +202,7 @@ async def test_sglang_is_asked_as_its_documentation_says(
     assert row["sampling_params"]["stop_token_ids"] == [258]
 
 
-async def test_a_server_never_gets_more_rows_than_it_takes_also_after_another_is_lost(
-    model: Path, tmp_path: Path
-):
+async def test_a_server_never_exceeds_its_rows_even_after_a_loss(model: Path, tmp_path: Path):
     """The lost one breaks off each row; the other holds its first four until the lost one is left out."""
     from transformers import AutoTokenizer
 
@@ -292,7 +291,7 @@ async def test_one_free_place_is_news_for_every_row_that_waits(model: Path, tmp_
                     await row
 
 
-async def test_generate_asks_servers_where_this_machine_holds_no_weights(model: Path, tmp_path: Path):
+async def test_generate_asks_servers_where_no_local_weights_exist(model: Path, tmp_path: Path):
     """The model directory has tokenizer and configuration alone. The server stands in for SGLang again."""
     from transformers import AutoTokenizer
 

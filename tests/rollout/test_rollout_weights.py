@@ -19,11 +19,11 @@ from rolemesh.models.loading import named_weights
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.services.rollout.engines.sampling import log_distribution
 from rolemesh.services.rollout.worker import RolloutWorker
-from rolemesh.weights.held import HeldWeights
+from rolemesh.weights.published import PublishedWeights
 from rolemesh.weights.region import CAN_SHARE
 from rolemesh.workers.lease import Lease
 from rolemesh.workers.local import LocalWorker
-from rolemesh.workers.parking import Parking
+from rolemesh.workers.offloading import Offloader
 
 
 def other_weights(model: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
@@ -34,7 +34,7 @@ def other_weights(model: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
 async def test_after_an_update_it_generates_as_the_new_model_does(tiny_model: Path, tmp_path: Path):
     worker, prompts = RolloutWorker(job_of(tiny_model)), prompts_of(6)
     weights = other_weights(tiny_model, tmp_path)
-    await worker.update_weights(HeldWeights(3, weights))
+    await worker.update_weights(PublishedWeights(3, weights))
     updated = await generated(worker, prompts)
     assert worker.version == 3
     assert torch.equal(updated["weight_versions"], torch.where(updated["response_mask"], 3, -1))
@@ -63,7 +63,7 @@ async def test_weights_that_do_not_fit_change_nothing(
     weights = other_weights(tiny_model, tmp_path)
     spoil(weights)
     with pytest.raises(WeightsUnavailable, match=message):
-        await worker.update_weights(HeldWeights(1, weights))
+        await worker.update_weights(PublishedWeights(1, weights))
     after = await generated(worker, prompts)
     assert worker.version == 0
     assert torch.equal(before["rollout_log_probs"], after["rollout_log_probs"])
@@ -76,7 +76,7 @@ async def with_a_swap(
     """All rows, in order; the weights are swapped once the first of them have ended."""
     async with aclosing(worker.generate(prompts)) as stream:
         answers = [await anext(stream)]
-        await worker.update_weights(HeldWeights(version, weights))
+        await worker.update_weights(PublishedWeights(version, weights))
         answers += [rows async for rows in stream]
     answer = DataProto.concat(answers)
     assert sorted(answer["row"].tolist()) == list(range(len(prompts)))
@@ -84,7 +84,7 @@ async def with_a_swap(
 
 
 @pytest.mark.usefixtures("step_by_step")
-async def test_after_a_swap_every_token_has_the_distribution_of_the_weights_that_it_names(ending_model: Path):
+async def test_after_a_swap_tokens_follow_the_weights_they_name(ending_model: Path):
     """Tokens before the swap are those of a run without one; those after it are drawn as if the new weights had
     read the whole row."""
     job, prompts = job_of(ending_model, top_k=20, top_p=0.9), prompts_of(13)
@@ -142,13 +142,13 @@ async def test_rows_in_line_begin_with_the_weights_of_their_turn(ending_model: P
 
 
 @pytest.mark.usefixtures("step_by_step")
-async def test_weights_that_do_not_fit_leave_a_running_decode_as_it_was(ending_model: Path):
+async def test_weights_that_do_not_fit_leave_a_decode_unchanged(ending_model: Path):
     worker, prompts = RolloutWorker(job_of(ending_model)), prompts_of(13)
     before = await generated(worker, prompts)
     async with aclosing(worker.generate(prompts)) as stream:
         answers = [await anext(stream)]
         with pytest.raises(WeightsUnavailable, match="is missing"):
-            await worker.update_weights(HeldWeights(1, {}))
+            await worker.update_weights(PublishedWeights(1, {}))
         answers += [rows async for rows in stream]
     after = DataProto.concat(answers)
     after = after[after["row"].argsort()]
@@ -179,10 +179,10 @@ def places(weights: Mapping[str, torch.Tensor]) -> dict[str, int]:
     return {name: weight.data_ptr() for name, weight in weights.items()}
 
 
-async def test_weights_that_were_taken_up_are_shared_not_copied_also_after_sleep(ending_model: Path):
+async def test_adopted_weights_are_shared_not_copied_even_after_sleep(ending_model: Path):
     worker, prompts = RolloutWorker(job_of(ending_model)), prompts_of(13)
     model = worker._engine.model
-    held = HeldWeights(1, named_weights(trained(ending_model)))
+    held = PublishedWeights(1, named_weights(trained(ending_model)))
     await worker.update_weights(held)
     assert places(named_weights(model)) == places(await held.fetch())
     before = await generated(worker, prompts)
@@ -197,14 +197,14 @@ async def test_weights_that_were_taken_up_are_shared_not_copied_also_after_sleep
 
 
 @pytest.mark.skipif(not CAN_SHARE, reason="regions are to be seen on Linux alone")
-async def test_a_new_version_changes_nothing_of_the_last_one_and_lets_it_go(ending_model: Path):
+async def test_a_new_version_leaves_the_old_unchanged_and_releases_it(ending_model: Path):
     def num_mapped() -> int:
         gc.collect()
         return Path("/proc/self/maps").read_text().count("memfd:rolemesh-weights")
 
     worker, prompts, before = RolloutWorker(job_of(ending_model)), prompts_of(13), num_mapped()
     weights = named_weights(trained(ending_model))
-    held = HeldWeights(1, weights)
+    held = PublishedWeights(1, weights)
     await worker.update_weights(held)
     await with_a_swap(worker, prompts, 2, {name: -weight for name, weight in weights.items()})
     assert num_mapped() == before + 2
@@ -225,18 +225,16 @@ async def test_free_cache_engine_false_keeps_an_engines_memory(tiny_model: Path)
 
 
 @pytest.mark.usefixtures("step_by_step")
-async def test_a_stream_holds_the_device_to_its_end_and_new_weights_wait_for_the_turn(
-    ending_model: Path, tmp_path: Path
-):
+async def test_a_stream_holds_the_device_and_new_weights_wait(ending_model: Path, tmp_path: Path):
     """Beside a role that wants the device while rows are made."""
     worker, prompts = RolloutWorker(job_of(ending_model)), prompts_of(13)
     alone = await generated(worker, prompts)
     other, lease = LocalWorker("actor"), Lease(turn_s=0)
-    other.parking = Parking(lambda: [], torch.device("cpu"), tmp_path)
+    other.offloader = Offloader(lambda: [], torch.device("cpu"), tmp_path)
     for each in (other, worker):
         await lease.vacate()
-        lease.seat(each)
-        each.seat = replace(each.seat, lease=lease)
+        lease.add(each)
+        each.worker_context = replace(each.worker_context, lease=lease)
     order = []
 
     async def train() -> None:
@@ -256,7 +254,7 @@ async def test_a_stream_holds_the_device_to_its_end_and_new_weights_wait_for_the
     assert lease.resident == "actor"
     answer = DataProto.concat(answers)
     assert torch.equal(answer[answer["row"].argsort()]["responses"], alone["responses"])
-    await worker.update_weights(HeldWeights(2, named_weights(trained(ending_model))))
+    await worker.update_weights(PublishedWeights(2, named_weights(trained(ending_model))))
     assert lease.resident == "rollout"
     assert worker.version == 2
     worker.close()

@@ -21,8 +21,8 @@ from rolemesh.models.heads import VocabularyHead
 from rolemesh.models.loading import named_weights
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.services.rollout.engines.hf import HfEngine, batch
-from rolemesh.services.rollout.engines.hf.attention import Decoding
-from rolemesh.services.rollout.engines.hf.neutral import MIN_ROWS, neutral_rows
+from rolemesh.services.rollout.engines.hf.batch_invariance import MIN_ROWS, batch_invariant_rows
+from rolemesh.services.rollout.engines.hf.cached_attention import Decoding
 from rolemesh.services.rollout.engines.sampling import log_distribution
 from rolemesh.services.rollout.worker import RolloutWorker
 
@@ -50,7 +50,7 @@ async def test_a_rows_bits_depend_on_nothing_but_the_row(ending_model: Path):
         restarted.close()
 
 
-async def test_bits_are_the_same_among_many_rows_that_are_thinned_out_whenever_new_weights_come(
+async def test_bits_do_not_depend_on_compaction_or_new_weights(
     ending_model: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Five answers to each of twelve prompts; versions come at fixed tokens, twice between two compactions."""
@@ -109,7 +109,7 @@ async def test_steps_are_made_one_after_another_until_something_waits(
         step(running)
         order.append("step")
         if order.count("step") == 5:
-            worker.seat.thread.submit(order.append, "another")
+            worker.worker_context.thread.submit(order.append, "another")
 
     def handing_over(running: Any) -> Any:
         order.append("job")
@@ -122,9 +122,9 @@ async def test_steps_are_made_one_after_another_until_something_waits(
     worker.close()
 
 
-def test_from_neutral_rows_on_a_rows_bits_are_the_same_in_a_matrix_of_any_size():
+def test_batches_above_the_neutral_size_do_not_change_row_bits():
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(512, 128))
-    few = neutral_rows(model, 256)
+    few = batch_invariant_rows(model, 256)
     assert MIN_ROWS <= few <= 256
     for linear in model:
         inputs = torch.randn(300, linear.in_features, generator=torch.Generator().manual_seed(2))
@@ -167,7 +167,7 @@ async def test_greedy_answers_are_transformers_greedy_search(any_model: Path, us
     worker.close()
 
 
-async def test_the_end_token_is_part_of_the_response_and_padding_follows(ending_model: Path):
+async def test_the_end_token_is_in_the_response_and_padding_follows(ending_model: Path):
     worker = RolloutWorker(job_of(ending_model))
     answer = await generated(worker, prompts_of(13))
     ends = {*range(0, 256, 8), EOS}
@@ -214,7 +214,7 @@ async def test_a_consumer_that_leaves_stops_the_decoding(tiny_model: Path):
     worker.close()
 
 
-async def test_calls_that_overlap_all_complete_in_whatever_order_they_are_read(ending_model: Path):
+async def test_overlapping_calls_complete_in_any_read_order(ending_model: Path):
     worker = RolloutWorker(job_of(ending_model))
     prompts = prompts_of(13)
     alone = await generated(worker, prompts)
@@ -249,7 +249,7 @@ async def test_lower_precision_generates_close_log_probs(tiny_model: Path):
     assert 0 < (rounded - exact).abs().max() < 0.05
 
 
-async def test_float32_logits_give_the_log_probs_of_the_rounded_hidden_states(tiny_model: Path):
+async def test_float32_logits_give_exact_log_probs_of_hidden_states(tiny_model: Path):
     """Each token's, against float64. Between models the rounding of hidden states would hide that of logits."""
     off = {}
     for head_dtype in ("model", "float32"):

@@ -50,7 +50,8 @@ def test_of_equal_tokens_the_lower_ids_are_kept():
     assert kept.tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0, 0, 0])
 
 
-def test_greedy_takes_the_lowest_id_of_the_likeliest_with_its_plain_log_probability():
+def test_greedy_takes_the_lowest_id_of_the_likeliest_tokens():
+    """The log-probability is the plain one."""
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0]])
     for sampling in (SamplingConfig(temperature=0), SamplingConfig(do_sample=False, top_k=1, temperature=0.5)):
         token, log_prob, _ = sample(logits, torch.tensor([0.99], dtype=torch.float64), sampling)
@@ -58,7 +59,8 @@ def test_greedy_takes_the_lowest_id_of_the_likeliest_with_its_plain_log_probabil
         assert log_prob.item() == pytest.approx(logits.log_softmax(-1)[0, 1].item())
 
 
-def test_a_uniform_number_draws_the_token_whose_share_of_the_cumulative_distribution_it_falls_into():
+def test_a_uniform_number_draws_a_token_by_inverse_cdf():
+    """The token whose share of the cumulative distribution the number falls into."""
     uniforms = torch.tensor(
         [0.0, 0.0999, 0.1001, 0.4999, 0.5001, 0.6999, 0.7001, 1 - 2**-53], dtype=torch.float64
     )
@@ -105,7 +107,7 @@ def test_frequencies_follow_the_distribution(filters: dict[str, float]):
     assert chi_square < 24.3  # 0.1 % of 7 degrees of freedom; fewer have less
 
 
-def test_a_stream_is_the_rows_own_and_a_longer_one_begins_with_it():
+def test_a_stream_is_the_rows_own_and_a_prefix_of_a_longer_one():
     alone = draw_uniforms([7], 5)
     among = draw_uniforms([3, 7, -1], 9)
     assert torch.equal(alone[0], among[1, :5])
@@ -116,9 +118,7 @@ def test_a_stream_is_the_rows_own_and_a_longer_one_begins_with_it():
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 @pytest.mark.parametrize("sampling", [{}, {"top_k": 2}, {"do_sample": False}])
-def test_logits_that_are_not_finite_give_a_token_whose_log_prob_is_not(
-    wrong: float, sampling: dict[str, Any]
-) -> None:
+def test_non_finite_logits_give_a_token_of_non_finite_log_prob(wrong: float, sampling: dict[str, Any]) -> None:
     logits = LOGITS.repeat(2, 1)
     logits[0, 1] = wrong
     tokens, log_probs, _ = sample(logits, torch.tensor([0.5, 0.5]).double(), SamplingConfig(**sampling))

@@ -66,7 +66,7 @@ async def test_a_first_turn_is_the_answer_without_turns(ending_model: Path):
 # ------------------------------------------------------------------------------- what is kept
 
 
-async def test_turns_have_the_same_bits_with_kept_keys_and_values_as_without(ending_model: Path):
+async def test_turns_have_the_same_bits_with_and_without_kept_kv_cache(ending_model: Path):
     with worker_of(ending_model) as worker:
         before = tokens_by_source()
         exchanged = await three_turns(worker)
@@ -142,7 +142,7 @@ async def test_another_row_with_the_same_prompt_is_never_taken_for_it(tiny_endin
 # --------------------------------------------------------------------------------- who else there is
 
 
-async def test_turns_that_overlap_with_others_in_any_order_have_the_same_bits(
+async def test_overlapping_turns_in_any_order_have_the_same_bits(
     tiny_ending_model: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Each row is a call of its own, and its turns follow each other. 40 other rows are at other tokens."""
@@ -247,7 +247,7 @@ async def test_a_call_that_is_left_before_its_first_step_never_joins(tiny_model:
         assert left not in [call for call, _ in running._slots.owners.values()]
 
 
-async def test_the_error_of_a_step_reaches_every_call_and_the_next_ones_work(tiny_model: Path):
+async def test_a_step_error_reaches_every_call_and_the_next_ones_work(tiny_model: Path):
     with worker_of(tiny_model) as worker:
         expected = await generated(worker, prompts_of(3))
         engine = worker._engine

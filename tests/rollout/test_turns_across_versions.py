@@ -22,7 +22,7 @@ from rolemesh.services.rollout.engines.sampling import log_distribution
 from rolemesh.services.rollout.worker import RolloutWorker
 
 
-async def test_a_token_has_the_distribution_of_its_version_given_all_tokens_before_it(
+async def test_a_token_follows_its_version_given_all_earlier_tokens(
     ending_model: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Versions come within turns and between them."""
@@ -79,7 +79,7 @@ def log_probs_of(model: Any, rows: DataProto) -> torch.Tensor:
     return log_probs.gather(2, rows["responses"][..., None])[..., 0].float()
 
 
-async def test_weights_that_come_before_a_continued_row_has_sampled_change_no_bit_of_it(
+async def test_weights_before_a_continued_rows_sampling_change_no_bit(
     ending_model: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """They come after its keys and values were read in part."""

@@ -17,7 +17,7 @@ from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.roles import methods
-from rolemesh.rpc.calling import holders
+from rolemesh.rpc.calling import affinity
 from rolemesh.rpc.calling.clients import RolloutClient
 from rolemesh.rpc.calling.replica import Replica
 from rolemesh.telemetry import metrics
@@ -87,9 +87,9 @@ async def test_without_the_replica_that_has_them_rows_go_on_at_another(tiny_endi
         assert_same(await one_by_one(client, second, rows), expected, NEW)
 
 
-def test_the_replica_of_most_rows_is_named_and_others_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holders, "MAX_ROWS", 4)
-    known, request = holders.Holders(), first_turn(prompts_of(8), T)
+def test_the_replica_of_most_rows_is_named_and_old_rows_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(affinity, "MAX_ROWS", 4)
+    known, request = affinity.ReplicaAffinity(), first_turn(prompts_of(8), T)
     one, other = (Replica(f"127.0.0.1:{port}", "rollout") for port in (1, 2))
     assert known.of(request) == ""
     known.note(request, [0, 1, 2], one)

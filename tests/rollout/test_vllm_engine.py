@@ -41,9 +41,9 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import RoleFailed, RoleUnavailable, WeightsUnavailable
 from rolemesh.models.loading import named_weights
 from rolemesh.services.rollout.engines import load_engine
-from rolemesh.services.rollout.engines.vllm import arguments
+from rolemesh.services.rollout.engines.vllm import engine_args
 from rolemesh.services.rollout.worker import RolloutWorker
-from rolemesh.weights.held import HeldWeights
+from rolemesh.weights.published import PublishedWeights
 
 pytestmark = pytest.mark.timeout(900)  # three processes import vLLM, on cores that other tests use too
 on_the_modules_loop = pytest.mark.asyncio(loop_scope="module")
@@ -62,7 +62,7 @@ def model(model_directory: Path) -> Any:
 @pytest.fixture(scope="module", autouse=True)
 def _questions() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arguments, "EXTENSION", "asked_vllm.AskedExtension")
+        patch.setattr(engine_args, "EXTENSION", "asked_vllm.AskedExtension")
         patch.setenv("OMP_NUM_THREADS", "1")  # threads that wait for each other spin, on cores that others use
         yield
 
@@ -149,7 +149,7 @@ async def test_greedy_answers_are_the_hf_engines(engine: Any, model_directory: P
 
 @installed
 @on_the_modules_loop
-async def test_the_end_token_is_part_of_the_response_and_padding_follows(engine: Any):
+async def test_the_end_token_is_in_the_response_and_padding_follows(engine: Any):
     answer = await generated(engine, prompts_of(40), PLAIN)
     ends = {*range(0, 256, 25), EOS}
     lengths = answer["response_mask"].sum(1).tolist()
@@ -205,7 +205,7 @@ async def test_after_each_of_ten_updates_it_is_the_actors_model(engine: Any, mod
     prompts = prompts_of(6)
     for version in range(1, 11):
         weights = weights_of(model, version)
-        published = await HeldWeights(version, weights).fetch()
+        published = await PublishedWeights(version, weights).fetch()
         with no_file_of(published.region.num_bytes):  # vLLM reads the version where it lies
             await engine.load_weights(version, published)
         read = await engine.read_weights()
@@ -311,7 +311,7 @@ async def test_weights_that_do_not_fit_change_nothing(engine: Any, model: Any, s
 
 @installed
 @on_the_modules_loop
-async def test_asleep_it_has_given_its_memory_back_and_awake_it_is_as_before(engine: Any):
+async def test_sleep_frees_the_memory_and_waking_restores_the_engine(engine: Any):
     prompts = prompts_of(12)
     embedding = 4 * 259 * 64
     before = await generated(engine, prompts, PLAIN)
@@ -337,9 +337,7 @@ async def test_asleep_it_has_given_its_memory_back_and_awake_it_is_as_before(eng
 
 @installed
 @on_the_modules_loop
-async def test_an_engine_that_fell_asleep_half_way_ends_and_never_computes_with_what_is_left(
-    engine: Any, running: list[Any]
-):
+async def test_an_engine_that_half_fell_asleep_ends_and_never_computes(engine: Any, running: list[Any]):
     running.remove(engine)
     await engine._on_all_ranks("limit_files", 100_000)
     waiting = asyncio.create_task(generated(engine, prompts_of(100), PLAIN))

@@ -22,10 +22,10 @@ from rolemesh.config.rollout import RolloutConfig, own_rows
 from rolemesh.errors import InvalidConfig
 from rolemesh.models.loading import load_causal_lm, load_outline, load_tokenizer
 from rolemesh.models.tiny import make_tiny_model
-from rolemesh.planner.devices import GPUS
+from rolemesh.planner.device_specs import GPUS
 from rolemesh.services.command_line import app
 from rolemesh.services.rollout.engines import load_engine
-from rolemesh.services.rollout.engines.vllm import arguments, owner, reload
+from rolemesh.services.rollout.engines.vllm import engine_args, owner, reload
 
 pytestmark = pytest.mark.timeout(900)  # a process imports vLLM, on cores that other tests use too
 
@@ -36,21 +36,25 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_key_of_the_section_has_its_place():
-    places = [arguments.ENGINE, arguments.ENGINE_DERIVED, arguments.SAMPLING, arguments.ELSEWHERE]
+    places = [engine_args.ENGINE, engine_args.ENGINE_DERIVED, engine_args.SAMPLING, engine_args.ELSEWHERE]
     keys = [key for place in places for key in place]
     assert sorted(keys) == sorted(RolloutConfig.model_fields)
 
 
-def test_vllms_float32_is_not_tf32_and_its_sampler_not_flashinfers():
+def test_vllms_float32_is_not_tf32_nor_its_sampler_flashinfers():
     """Measured on an H200: 0.01 nats of a log-probability, which Triton's default costs."""
-    on_gpu = arguments.environment_of(torch.device("cuda"), {})
+    on_gpu = engine_args.environment_of(torch.device("cuda"), {})
     assert (on_gpu["TRITON_F32_DEFAULT"], on_gpu["VLLM_USE_FLASHINFER_SAMPLER"]) == ("ieee", "0")
 
 
 def test_vllm_logs_warnings_and_more_if_the_job_or_the_user_asks(monkeypatch: pytest.MonkeyPatch):
-    asked = arguments.environment_of(torch.device("cuda"), {}, logs=True)
-    assert asked.items() - arguments.environment_of(torch.device("cuda"), {}).items() == {(owner.LEVEL, "INFO")}
-    assert owner.LEVEL not in arguments.environment_of(torch.device("cuda"), {owner.LEVEL: "ERROR"}, logs=True)
+    asked = engine_args.environment_of(torch.device("cuda"), {}, logs=True)
+    assert asked.items() - engine_args.environment_of(torch.device("cuda"), {}).items() == {
+        (owner.LEVEL, "INFO")
+    }
+    assert owner.LEVEL not in engine_args.environment_of(
+        torch.device("cuda"), {owner.LEVEL: "ERROR"}, logs=True
+    )
     logger = logging.getLogger("vllm")
     before = logger.level
     try:
@@ -81,17 +85,19 @@ def test_an_engine_with_a_gpu_of_its_own_takes_most_of_it(
 ):
     if gpu:
         found = SimpleNamespace(total_memory=GPUS[gpu].memory_bytes, name=GPUS[gpu].name)
-        monkeypatch.setattr(arguments, "resolve_device", lambda _: torch.device("cuda"))
+        monkeypatch.setattr(engine_args, "resolve_device", lambda _: torch.device("cuda"))
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
     sections = {"trainer": {"device": "cpu"}, "placement": {"strategy": strategy}}
-    rollout = arguments.with_rows_and_share(make_job({"rollout": {"name": "vllm", **keys}} | sections)).rollout
+    rollout = engine_args.with_rows_and_share(
+        make_job({"rollout": {"name": "vllm", **keys}} | sections)
+    ).rollout
     assert (rollout.max_num_seqs, rollout.gpu_memory_utilization) == expected
 
 
 @installed
-def test_the_rows_of_an_engine_with_a_gpu_of_its_own_are_vllms_default(monkeypatch: pytest.MonkeyPatch):
-    with arguments.restored_environment():
-        arguments.prepare_environment(torch.device("cpu"))
+def test_an_engine_with_its_own_gpu_has_vllms_default_rows(monkeypatch: pytest.MonkeyPatch):
+    with engine_args.restored_environment():
+        engine_args.prepare_environment(torch.device("cpu"))
         arg_utils = importlib.import_module("vllm.engine.arg_utils")
         usage = importlib.import_module("vllm.usage.usage_lib").UsageContext.OPENAI_API_SERVER
     for gpu in GPUS.values():
@@ -106,13 +112,14 @@ def test_the_rows_of_an_engine_with_a_gpu_of_its_own_are_vllms_default(monkeypat
         assert own_rows(gpu.memory_bytes, gpu.name) == rows[usage], gpu.name
 
 
-def test_vllm_computes_in_a_process_of_its_own_on_a_cpu_only_if_the_user_binds_it():
+def test_vllm_on_a_cpu_has_its_own_process_only_if_bound():
+    """The user binds it to cores."""
     cpu, bind, own = torch.device("cpu"), "VLLM_CPU_OMP_THREADS_BIND", "VLLM_ENABLE_V1_MULTIPROCESSING"
-    alone = arguments.environment_of(cpu, {})
+    alone = engine_args.environment_of(cpu, {})
     assert (alone[bind], alone[own]) == ("nobind", "0")
-    assert not {bind, own} & arguments.environment_of(cpu, {bind: "0-3"}).keys()
-    assert arguments.environment_of(cpu, {own: "1"}).keys() == alone.keys() - {own}
-    assert not {bind, own} & arguments.environment_of(torch.device("cuda"), {}).keys()
+    assert not {bind, own} & engine_args.environment_of(cpu, {bind: "0-3"}).keys()
+    assert engine_args.environment_of(cpu, {own: "1"}).keys() == alone.keys() - {own}
+    assert not {bind, own} & engine_args.environment_of(torch.device("cuda"), {}).keys()
 
 
 @installed
@@ -130,22 +137,24 @@ def test_the_keys_reach_vllm(model_directory: Path):
     job = job_of(model_directory, **keys, stop=["7"], top_k=5, top_p=0.5, ignore_eos=True)
 
     outline = load_outline(job.actor.model, "rollout")
-    with arguments.restored_environment():
-        arguments.prepare_environment(torch.device("cpu"))
-        given = arguments.engine_arguments(job, outline)
+    with engine_args.restored_environment():
+        engine_args.prepare_environment(torch.device("cpu"))
+        given = engine_args.engine_arguments(job, outline)
         wide = job.model_copy(update={"actor": job.actor.model_copy(update={"head_dtype": "float32"})})
-        with_overrides = arguments.engine_arguments(wide, outline)
+        with_overrides = engine_args.engine_arguments(wide, outline)
     assert with_overrides == given | {"hf_overrides": {"head_dtype": "float32"}}
-    assert {ours: given[theirs] for ours, theirs in arguments.ENGINE.items()} == keys  # prompts whole, on a CPU
+    assert {
+        ours: given[theirs] for ours, theirs in engine_args.ENGINE.items()
+    } == keys  # prompts whole, on a CPU
     assert given["max_model_len"] == P + T
     assert given["max_logprobs"] == 5
     assert not given["skip_tokenizer_init"]  # stop is text
-    asked = arguments.sampling_arguments(job, job.rollout, [1, 2])
+    asked = engine_args.sampling_arguments(job, job.rollout, [1, 2])
     assert (asked["top_k"], asked["top_p"], asked["stop"], asked["logprobs"]) == (5, 0.5, ["7"], 5)
     assert asked["ignore_eos"]
     assert not asked["skip_special_tokens"]  # a text of stop may be one
     assert asked["stop_token_ids"] == []
-    greedy = arguments.sampling_arguments(job, job.rollout.val_kwargs, [1, 2])
+    greedy = engine_args.sampling_arguments(job, job.rollout.val_kwargs, [1, 2])
     assert greedy["temperature"] == greedy["logprobs"] == 0
 
 
@@ -153,8 +162,8 @@ def test_the_keys_reach_vllm(model_directory: Path):
 def test_a_text_that_ends_a_response_may_be_a_special_token(model_directory: Path):
     """As vLLM's own detokenizer finds it."""
     job = job_of(model_directory, stop=["<|im_start|>"])
-    with arguments.restored_environment():
-        arguments.prepare_environment(torch.device("cpu"))
+    with engine_args.restored_environment():
+        engine_args.prepare_environment(torch.device("cpu"))
         params = importlib.import_module("vllm.sampling_params").SamplingParams
         request = importlib.import_module("vllm.v1.engine").EngineCoreRequest
         detokenizer = importlib.import_module("vllm.v1.engine.detokenizer").IncrementalDetokenizer
@@ -162,7 +171,7 @@ def test_a_text_that_ends_a_response_may_be_a_special_token(model_directory: Pat
         request_id="0",
         prompt_token_ids=[65],
         mm_features=None,
-        sampling_params=params(**arguments.sampling_arguments(job, job.rollout, [EOS])),
+        sampling_params=params(**engine_args.sampling_arguments(job, job.rollout, [EOS])),
         pooling_params=None,
         arrival_time=0.0,
         lora_request=None,
@@ -194,12 +203,13 @@ def test_a_text_that_ends_a_response_may_be_a_special_token(model_directory: Pat
         ({"name": "hf", "stop": ["x"]}, "is a key of engine vllm, but rollout.name is hf"),
     ],
 )
-def test_keys_that_cannot_be_followed_are_refused_with_the_reason(rollout: dict[str, Any], message: str):
+def test_keys_that_cannot_be_followed_are_refused_with_reason(rollout: dict[str, Any], message: str):
     with pytest.raises(InvalidConfig, match=message):
         job_of(Path("model"), **rollout)
 
 
-def test_a_temperature_that_vllm_would_raise_is_refused_where_something_is_sampled_at_it():
+def test_a_temperature_that_vllm_would_raise_is_refused():
+    """Unless nothing is sampled at it."""
     job = {"rollout": {"name": "vllm", "val_kwargs": {"do_sample": True, "temperature": 0.009}}}
     said = r"rollout.val_kwargs.temperature is 0.009, but engine vllm raises it to 0.01"
     with pytest.raises(InvalidConfig, match=said):
@@ -225,12 +235,12 @@ def test_a_top_k_above_the_vocabulary_is_refused_at_start(model_directory: Path)
 
 
 @installed
-def test_the_environment_of_vllms_processes_is_not_that_of_later_ones(monkeypatch: pytest.MonkeyPatch):
+def test_vllms_environment_does_not_reach_later_processes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     before = dict(os.environ)
-    with arguments.restored_environment():
-        arguments.prepare_environment(torch.device("cpu"))
+    with engine_args.restored_environment():
+        engine_args.prepare_environment(torch.device("cpu"))
         assert os.environ[owner.VARIABLE] == str(os.getpid())
         assert "LOCAL_RANK" not in os.environ
         assert os.environ["HF_HUB_OFFLINE"] == "0", "a setting of the user's stays"
@@ -251,9 +261,9 @@ def test_the_command_model_makes_one_whose_heads_vllm_computes(tmp_path: Path, h
     """By default, of width 64, and of others. What the other tests load is the default, with larger weights."""
     app.model(tmp_path, hidden_size=hidden_size, num_layers=1)
     job = job_of(tmp_path)
-    with arguments.restored_environment():
-        arguments.prepare_environment(torch.device("cpu"))
-        given = arguments.engine_arguments(job, load_outline(job.actor.model, "rollout"))
+    with engine_args.restored_environment():
+        engine_args.prepare_environment(torch.device("cpu"))
+        given = engine_args.engine_arguments(job, load_outline(job.actor.model, "rollout"))
     assert given["model"] == str(tmp_path)
 
 
@@ -266,7 +276,7 @@ def test_a_model_of_every_even_width_computes(tmp_path: Path, hidden_size: int):
 
 
 @installed
-def test_experts_whose_updates_vllm_would_compute_wrongly_are_refused_at_start(tmp_path: Path):
+def test_experts_that_vllm_would_update_wrongly_are_refused(tmp_path: Path):
     make_plain_model(tmp_path, Qwen3MoeConfig, is_tied=True)
     with pytest.raises(
         InvalidConfig, match=r"mixture of experts \(model.layers.0.mlp.experts.*set rollout.name"
@@ -296,7 +306,7 @@ def test_a_vllm_that_takes_weights_otherwise_is_refused_at_start(
         reload.check_reload(tmp_path, "0.0")
 
 
-def test_where_vllm_is_not_installed_choosing_it_says_what_to_install(tiny_model: Path):
+def test_choosing_vllm_without_it_says_what_to_install(tiny_model: Path):
     """In a process whose interpreter has no module of that name."""
     program = f"""
         import sys

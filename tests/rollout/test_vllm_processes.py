@@ -27,7 +27,7 @@ from vllm_rollouts import (
 
 from rolemesh.errors import RoleUnavailable
 from rolemesh.services.rollout.engines import load_engine
-from rolemesh.services.rollout.engines.vllm import arguments
+from rolemesh.services.rollout.engines.vllm import engine_args
 
 pytestmark = pytest.mark.timeout(900)  # three processes import vLLM, on cores that other tests use too
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.timeout(900)  # three processes import vLLM, on cores t
 @pytest.fixture(scope="module", autouse=True)
 def _questions() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arguments, "EXTENSION", "asked_vllm.AskedExtension")
+        patch.setattr(engine_args, "EXTENSION", "asked_vllm.AskedExtension")
         patch.setenv("OMP_NUM_THREADS", "1")  # threads that wait for each other spin, on cores that others use
         yield
 

@@ -24,7 +24,7 @@ def authority() -> Authority:
     return Authority()
 
 
-async def test_a_process_whose_certificate_does_not_name_it_does_not_start(
+async def test_a_process_not_named_by_its_certificate_does_not_start(
     tiny_model: Path, tmp_path: Path, authority: Authority
 ) -> None:
     job = small_job(tmp_path, tiny_model, "run")

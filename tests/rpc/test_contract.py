@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from rolemesh.catalog.catalog import load
-from rolemesh.catalog.roles import ROLES
+from rolemesh.catalog.role_specs import ROLES
 from rolemesh.dataproto import DataProto
 from rolemesh.roles import Actor, Critic, Reference, Reward, Rollout
 from rolemesh.rpc.calling.dispatch import Dispatcher
@@ -43,7 +43,7 @@ ROLE_RPCS = [rpc for service in (ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT) for 
 
 
 @pytest.mark.parametrize("rpc", ROLE_RPCS, ids=lambda rpc: rpc.path)
-def test_batches_are_cut_by_rows_and_messages_go_to_every_replica(rpc: Rpc) -> None:
+def test_batches_are_sharded_by_rows_and_messages_are_broadcast(rpc: Rpc) -> None:
     takes_batch, _ = rpc.streams
     assert rpc.dispatch == (DISPATCH_SHARD_ROWS if takes_batch else DISPATCH_BROADCAST)
 
@@ -72,7 +72,7 @@ def test_a_service_of_another_projects_proto_names_no_callers() -> None:
     assert {rpc.callers for rpc in rpcs(health)} == {frozenset()}
 
 
-def test_a_frame_is_left_to_the_codec_and_other_messages_are_protobufs_own() -> None:
+def test_the_codec_serializes_frames_and_protobuf_other_messages() -> None:
     message = GetManifestRequest.DESCRIPTOR
     for of in (serializer, deserializer):
         assert of(FRAME) is None
@@ -82,7 +82,7 @@ def test_a_frame_is_left_to_the_codec_and_other_messages_are_protobufs_own() -> 
     assert read(written(GetManifestRequest())) == GetManifestRequest()
 
 
-async def test_a_method_without_a_dispatch_is_refused_by_the_client_that_spreads_calls() -> None:
+async def test_the_dispatcher_refuses_a_method_without_a_dispatch() -> None:
     """The .proto says so, and every value that it has for a method to name is one that the client can do."""
     assert {rpc.dispatch for rpc in rpcs(WEIGHTS)} == {DISPATCH_UNSPECIFIED}
     assert set(Dispatch.values()) == {DISPATCH_UNSPECIFIED, DISPATCH_SHARD_ROWS, DISPATCH_BROADCAST}
@@ -99,7 +99,7 @@ def test_the_bases_of_servicers_are_what_the_protos_generate() -> None:
     assert generator["FILE"].read_text() == generator["generated"]()
 
 
-def test_every_servicer_derives_from_its_base_and_one_that_misspells_an_rpc_cannot_be_made() -> None:
+def test_every_servicer_has_a_base_that_rejects_a_misspelt_rpc() -> None:
     for service in (ACTOR, CRITIC, ENVIRONMENT, REFERENCE, REWARD, ROLLOUT):
         [role] = (role for role in ROLES.values() if load(role.service) is service)
         base = getattr(servicers, f"{service.name}Base")

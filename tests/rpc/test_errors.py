@@ -11,7 +11,14 @@ import pytest
 
 from rolemesh import errors
 from rolemesh.errors import RolemeshError, RoleUnavailable
-from rolemesh.rpc.errors import BARE, ENDED_WHILE_WRITING, MAX_DETAIL_BYTES, STATUS, from_status, to_status
+from rolemesh.rpc.status_codes import (
+    BARE,
+    ENDED_WHILE_WRITING,
+    MAX_DETAIL_BYTES,
+    STATUS,
+    from_status,
+    to_status,
+)
 
 DOMAIN = [
     cls
@@ -42,7 +49,7 @@ def test_a_subclass_travels_as_the_nearest_class_of_the_table() -> None:
     assert type(over_the_wire(Odd("x"))) is errors.InvalidBatch
 
 
-def test_an_unexpected_error_is_internal_with_its_class_and_message() -> None:
+def test_an_unexpected_error_is_internal_with_class_and_message() -> None:
     code, details, _ = to_status(ZeroDivisionError("division by zero"))
     assert (code, details) == (grpc.StatusCode.INTERNAL, "ZeroDivisionError: division by zero")
     assert type(over_the_wire(ZeroDivisionError("division by zero"))) is errors.RoleFailed
@@ -63,7 +70,7 @@ def test_a_status_that_the_table_lacks_is_a_failed_role() -> None:
     assert str(back) == "here: gone"
 
 
-def test_a_call_that_ended_while_its_request_was_written_counts_as_a_lost_replica() -> None:
+def test_a_call_that_ended_during_its_request_is_a_lost_replica() -> None:
     error = grpc.aio.AioRpcError(
         grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), ENDED_WHILE_WRITING
     )

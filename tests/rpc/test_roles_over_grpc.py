@@ -30,6 +30,7 @@ from rolemesh.errors import (
 from rolemesh.roles import methods
 from rolemesh.rpc.calling.clients import ActorClient, CriticClient, ReferenceClient, RolloutClient
 from rolemesh.rpc.contract import ROLLOUT
+from rolemesh.rpc.serving.memory_budget import MemoryBudget
 from rolemesh.rpc.serving.server import RoleServer
 from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
 from rolemesh.services.critic.worker import CriticWorker
@@ -37,9 +38,8 @@ from rolemesh.services.processes.serve import group_server, load_group, services
 from rolemesh.services.rollout.servicer import RolloutServicer
 from rolemesh.services.rollout.worker import RolloutWorker
 from rolemesh.telemetry import metrics
-from rolemesh.weights.held import HeldWeights
+from rolemesh.weights.published import PublishedWeights
 from rolemesh.weights.remote import RemoteWeights
-from rolemesh.wire.room import Room
 
 ROOT = Path(__file__).resolve().parents[2]
 P, T, PAD = 6, 10, 256
@@ -81,7 +81,7 @@ def assert_equal(left: DataProto, right: DataProto) -> None:
         assert torch.equal(tensor, right[name]), name
 
 
-async def test_log_probs_over_grpc_are_those_in_process_whatever_the_replicas(job: JobConfig) -> None:
+async def test_log_probs_over_grpc_equal_those_in_process(job: JobConfig) -> None:
     batch = sequence_batch(21)
     expected = await ReferenceWorker(job).compute_log_probs(batch)
     async with served("reference", job, job) as addresses:
@@ -117,9 +117,10 @@ def noted() -> Iterator[tuple[dict[str, str], threading.Event]]:
         sys.setprofile(None)
 
 
-async def test_one_call_passes_the_stops_that_the_documentation_lists_and_few_files_in_process(
+async def test_one_call_passes_the_stops_that_the_documentation_lists(
     job: JobConfig,
 ) -> None:
+    """In process it passes through few files."""
     batch, stops = sequence_batch(21), listed_stops()
     with noted() as (called, on):
         worker = ActorWorker(job)
@@ -139,7 +140,7 @@ async def test_one_call_passes_the_stops_that_the_documentation_lists_and_few_fi
     } == set()
 
 
-async def test_generation_over_grpc_is_that_in_process_whatever_the_replicas(job: JobConfig) -> None:
+async def test_generation_over_grpc_equals_generation_in_process(job: JobConfig) -> None:
     prompts = prompts_of(11)
     expected = await in_row_order(RolloutWorker(job).generate(prompts), 11)
     async with served("rollout", job, job) as addresses:
@@ -178,7 +179,7 @@ async def test_training_over_grpc_is_that_in_process(
 
 
 @pytest.mark.parametrize("client", [ActorClient, CriticClient])
-async def test_a_trained_role_that_was_restarted_is_an_error_and_never_goes_on_untrained(
+async def test_a_restarted_trained_role_is_an_error(
     job: JobConfig, client: type[ActorClient | CriticClient]
 ) -> None:
     """It lies idle while it is restarted, so that no call of the run fails."""
@@ -213,7 +214,7 @@ async def test_published_weights_reach_every_rollout(job: JobConfig, monkeypatch
         await rollout.update_weights(source)
         after = await in_row_order(rollout.generate(prompts), 8)
         local = RolloutWorker(job)
-        await local.update_weights(HeldWeights(1, await source.fetch()))
+        await local.update_weights(PublishedWeights(1, await source.fetch()))
         expected = await in_row_order(local.generate(prompts), 8)
         assert_equal(after, expected)
         assert not torch.equal(after["rollout_log_probs"], before["rollout_log_probs"])
@@ -227,7 +228,7 @@ async def test_published_weights_reach_every_rollout(job: JobConfig, monkeypatch
             await rollout.update_weights(RemoteWeights(actors, 1, "0" * 64))
 
 
-async def test_a_rollout_that_was_restarted_takes_the_version_in_use_before_it_works(job: JobConfig) -> None:
+async def test_a_restarted_rollout_takes_the_version_in_use_first(job: JobConfig) -> None:
     """A restarted replica holds the model directory's weights. It refuses to generate for a client that counts
     on a later version; the client hands that over, and the answer is as if nothing had happened."""
     prompts = prompts_of(4)
@@ -248,7 +249,7 @@ async def test_a_rollout_that_was_restarted_takes_the_version_in_use_before_it_w
     await server.drain(0)
 
 
-async def test_a_rollout_that_was_away_gets_the_version_when_it_returns(job: JobConfig) -> None:
+async def test_a_rollout_that_was_away_gets_the_version_on_its_return(job: JobConfig) -> None:
     prompts = prompts_of(8)
     servers = [RoleServer({"rollout": [ROLLOUT]}) for _ in range(2)]
     addresses = [await server.start("127.0.0.1:0") for server in servers]
@@ -283,7 +284,7 @@ class StopsAfterTheFirst(RolloutWorker):
                 await asyncio.Event().wait()
 
 
-async def test_a_rollout_that_stops_in_the_middle_loses_and_doubles_no_row(job: JobConfig) -> None:
+async def test_a_rollout_that_stops_midway_loses_and_doubles_no_row(job: JobConfig) -> None:
     """One of two servers is stopped when the first of its rows have arrived; the other generates the rest."""
     prompts = prompts_of(16)
     expected = await in_row_order(RolloutWorker(job).generate(prompts), 16)
@@ -327,10 +328,10 @@ async def test_an_update_that_failed_is_not_retried(job: JobConfig) -> None:
     await server.drain(0)
 
 
-async def test_weights_of_this_process_alone_cannot_be_sent_to_a_service(job: JobConfig) -> None:
+async def test_weights_of_this_process_cannot_be_sent_to_a_service(job: JobConfig) -> None:
     async with RolloutClient(["127.0.0.1:1"], methods(job)) as client:
         with pytest.raises(WeightsUnavailable, match="version 3 are held only in this process"):
-            await client.update_weights(HeldWeights(3, {"w": torch.zeros(2)}))
+            await client.update_weights(PublishedWeights(3, {"w": torch.zeros(2)}))
 
 
 async def test_a_wrong_shape_is_refused_by_the_role_and_named(job: JobConfig) -> None:
@@ -343,19 +344,19 @@ async def test_a_wrong_shape_is_refused_by_the_role_and_named(job: JobConfig) ->
             await asyncio.wait_for(anext(client.generate(wrong)), 120)
 
 
-async def test_an_update_that_there_is_no_memory_for_waits_and_is_made_once(job: JobConfig) -> None:
+async def test_an_update_without_memory_waits_and_is_made_once(job: JobConfig) -> None:
     """The role refuses it before its method sees it, so it may be asked for again."""
-    room, batch = Room(64 << 20), sequence_batch(16)
+    budget, batch = MemoryBudget(64 << 20), sequence_batch(16)
     async with served("actor", job) as addresses, ActorClient(addresses, methods(job)) as actor:
         expected = await actor.update(batch)
-    server = RoleServer({"actor": services_of("actor")}, room)
+    server = RoleServer({"actor": services_of("actor")}, budget)
     address = await server.start("127.0.0.1:0")
     await server.ready((await load_group(["actor"], job))[1])
     retries = metrics.CLIENT_RETRIES.labels("actor", "Update")._value
     before = retries.get()
     async with ActorClient([address], methods(job), timeout_s=120) as actor:
-        with room.stay() as other:
-            other.resize(room.total_bytes)
+        with budget.reserve() as other:
+            other.resize(budget.total_bytes)
             update = asyncio.create_task(actor.update(batch))
             while retries.get() < before + 2:
                 assert not update.done()

@@ -94,9 +94,8 @@ async def until_refused(client: CriticClient) -> None:
                 return
 
 
-async def test_a_controller_of_another_run_directory_is_refused_by_name_and_changes_nothing(
-    job: JobConfig, tmp_path: Path
-) -> None:
+async def test_another_run_directorys_controller_is_refused_by_name(job: JobConfig, tmp_path: Path) -> None:
+    """The refused calls change nothing."""
     untouched = CriticWorker(job)
     expected = [await untouched.update(batch(seed)) for seed in (1, 2)]
     term, stranger = new_term(job.run_dir), new_term(tmp_path / "other")
@@ -121,9 +120,7 @@ async def test_a_controller_of_another_run_directory_is_refused_by_name_and_chan
         assert words in said
 
 
-async def test_a_successor_takes_over_at_once_and_no_later_call_of_its_predecessor_is_served(
-    job: JobConfig, tmp_path: Path
-) -> None:
+async def test_a_successor_takes_over_and_its_predecessor_is_refused(job: JobConfig, tmp_path: Path) -> None:
     """The first is paused, or cut off by the network, and goes on when its successor has the role."""
     terms = [new_term(job.run_dir) for _ in range(3)]
     async with (
@@ -174,7 +171,7 @@ async def full_device(worker: ActorWorker) -> AsyncIterator[None]:
     hook.remove()
 
 
-async def test_a_successor_of_a_controller_whose_update_failed_trains_as_with_an_untouched_actor(
+async def test_a_failed_update_leaves_no_trace_for_the_successor(
     job: JobConfig,
 ) -> None:
     """The actor outlives the controller: the next one loads the last checkpoint, or begins anew."""
@@ -221,7 +218,7 @@ async def test_a_call_that_runs_ends_before_a_successor_loads(job: JobConfig) ->
         assert await second.update(batch(1)) == expected
 
 
-async def test_of_two_successors_that_wait_for_a_running_call_the_last_alone_loads(job: JobConfig) -> None:
+async def test_of_two_waiting_successors_only_the_last_one_loads(job: JobConfig) -> None:
     terms = [new_term(job.run_dir) for _ in range(3)]
     async with (
         waiting(job) as (address, servicer),
@@ -242,7 +239,7 @@ async def test_of_two_successors_that_wait_for_a_running_call_the_last_alone_loa
         assert await third.update(batch(1)) == await running
 
 
-async def test_an_update_whose_batch_still_comes_when_a_successor_loads_is_refused(job: JobConfig) -> None:
+async def test_an_update_in_transit_when_a_successor_loads_is_refused(job: JobConfig) -> None:
     old, [update] = new_term(job.run_dir), [rpc for rpc in rpcs(CRITIC) if rpc.name == "Update"]
     expected, half, rest = await CriticWorker(job).update(batch(1)), asyncio.Event(), asyncio.Event()
 
@@ -270,7 +267,7 @@ async def test_an_update_whose_batch_still_comes_when_a_successor_loads_is_refus
         assert await second.update(batch(1)) == expected
 
 
-async def test_a_caller_without_a_term_is_served_until_a_controller_has_the_role(job: JobConfig) -> None:
+async def test_no_term_is_needed_until_a_controller_has_the_role(job: JobConfig) -> None:
     """Tools that ask for health or pull weights call no trained role, and are served always."""
     term = new_term(job.run_dir)
     async with (
@@ -324,7 +321,8 @@ async def test_metadata_that_is_no_term_is_an_error_of_the_caller(text: str, job
         assert TERM_KEY in await call.details()
 
 
-def test_a_later_term_of_a_run_directory_has_a_larger_number_whatever_the_clock(tmp_path: Path) -> None:
+def test_a_later_term_of_a_run_directory_has_a_larger_number(tmp_path: Path) -> None:
+    """Whatever the clock says."""
     first = new_term(tmp_path / "run")
     assert new_term(tmp_path / "run").number > first.number
     (tmp_path / "run" / "term").write_text(f"{10**18}\n")  # written by a machine whose clock is ahead

@@ -92,7 +92,7 @@ async def test_two_processes_of_a_job_understand_each_other(job: JobConfig, keys
         ),
     ],
 )
-async def test_where_the_two_ends_do_not_agree_the_error_says_what_to_look_at(
+async def test_a_tls_mismatch_error_says_what_to_look_at(
     job: JobConfig, tmp_path: Path, authority: Authority, server: str | None, caller: str | None, words: str
 ) -> None:
     stranger = Authority("stranger")
@@ -113,7 +113,7 @@ async def test_where_the_two_ends_do_not_agree_the_error_says_what_to_look_at(
     assert words.format(caller=callers) in said
 
 
-async def test_a_role_that_the_certificate_names_and_the_process_lacks_is_an_error_at_once(
+async def test_a_certified_role_that_is_not_served_is_an_error_at_once(
     job: JobConfig, tmp_path: Path, authority: Authority
 ) -> None:
     keys = swap(tmp_path / "keys", authority.keys(JOB, *ROLES, "actor"))
@@ -123,9 +123,10 @@ async def test_a_role_that_the_certificate_names_and_the_process_lacks_is_an_err
                 await actor.wait_until_ready(600.0)
 
 
-async def test_a_caller_of_another_job_is_refused_though_it_does_not_look_at_the_servers_name(
+async def test_a_caller_of_another_job_is_refused_by_the_server_too(
     job: JobConfig, keys: Path, tmp_path: Path, authority: Authority
 ) -> None:
+    """Here the caller does not check the server's name."""
     other = tls.read_keys(swap(tmp_path / "other", authority.keys(OTHER, *ROLES)))
     pretends = [("grpc.ssl_target_name_override", f"reward.{JOB}")]
     async with (
@@ -154,7 +155,7 @@ class Healthy(health_pb2_grpc.HealthServicer):
         ("process", (f"*.{JOB}",), True),
     ],
 )
-async def test_a_servers_certificate_without_alternative_names_counts_by_its_common_name(
+async def test_without_alternative_names_the_common_name_counts(
     keys: Path, authority: Authority, common_name: str, names: tuple[str, ...], accepted: bool
 ) -> None:
     """gRPC compares so, and a client does not see the certificate. docs/security.md warns authorities of it."""
@@ -255,7 +256,7 @@ async def test_a_line_whose_keys_have_expired_goes_on_with_new_ones(
         await second.drain(0)
 
 
-async def test_under_a_new_authority_calls_go_on_until_the_other_end_has_its_keys_too(
+async def test_calls_go_on_while_one_end_lacks_a_new_authoritys_keys(
     tmp_path: Path, authority: Authority
 ) -> None:
     """The nodes of a cluster get a Secret's new content within a minute of each other, not at once."""
@@ -379,7 +380,7 @@ async def test_with_keys_only_health_is_plain(keys: Path) -> None:
         (["*.my-job.svc", "*.reward.my-job"], False),
     ],
 )
-async def test_which_server_a_caller_takes_for_the_role_is_what_the_page_says(
+async def test_a_caller_accepts_the_servers_that_the_page_says(
     names: list[str], taken: bool, tmp_path: Path, authority: Authority
 ) -> None:
     """Whatever the authority signed, also for a server that is not ours and checks none of its own names."""

@@ -120,7 +120,8 @@ from starting import Server, answer, computed, run, started
 """
 
 
-def test_a_test_that_can_reach_the_start_of_a_process_by_names_is_marked(tmp_path: Path) -> None:
+def test_a_test_that_can_reach_a_process_start_is_marked(tmp_path: Path) -> None:
+    """The test reaches it by the names that it uses."""
     cases = [*REACHING.values(), *NOT_REACHING.values()]
     tiny(tmp_path, **{f"case_{number}": HEAD + case for number, case in enumerate(cases)})
     listed = run_pytest(tmp_path, "-n", "0", "-q", "--collect-only", "-m", "processes").stdout
@@ -137,7 +138,7 @@ def test_a_test_that_can_reach_the_start_of_a_process_by_names_is_marked(tmp_pat
     ],
     ids=["a Python", "a fork", "multiprocessing"],
 )
-def test_a_test_that_starts_one_without_the_mark_fails_and_is_named(tmp_path: Path, start: str) -> None:
+def test_an_unmarked_test_that_starts_a_process_fails_by_name(tmp_path: Path, start: str) -> None:
     imports = "import multiprocessing, os, subprocess, sys\nhidden = sys.modules.get\n"
     hidden = f"{imports}def test_it(): {start}\n"
     marked = hidden.replace("def test_it", "import pytest\n@pytest.mark.processes\ndef test_marked")
@@ -273,7 +274,7 @@ def passed(ran: subprocess.CompletedProcess[str], count: int) -> None:
     assert f"{count} passed" in ran.stdout.splitlines()[-1], ran.stdout + ran.stderr
 
 
-def test_one_process_runs_the_heavy_tests_and_another_the_light_ones_beside_them(tmp_path: Path) -> None:
+def test_heavy_tests_run_in_one_process_beside_light_ones(tmp_path: Path) -> None:
     """The first then helps with the light ones, and begins with the last file."""
     beside(tmp_path, a=WAITS, b=HEAVY, c=HEAVY, begins=BEGINS, d=WAITS_FOR_LAST, light=LIGHT, z=LAST)
     for fifo in ("begun", "last"):
@@ -287,9 +288,10 @@ def test_one_process_runs_the_heavy_tests_and_another_the_light_ones_beside_them
     assert names[:10] == [*heavy, "last"]
 
 
-def test_of_two_processes_with_light_tests_one_begins_with_the_last_file_and_none_goes_back_to_a_file(
+def test_light_processes_start_at_both_ends_and_never_go_back(
     tmp_path: Path,
 ) -> None:
+    """Of two processes with light tests one begins with the last file, and none goes back to a file."""
     files = dict.fromkeys("cde", NAMED)
     beside(tmp_path, a=WAITS, b=WAITS_FOR_LAST, **files, z=LAST + THEN_BEGINS)
     for fifo in ("begun", "last"):
@@ -301,7 +303,7 @@ def test_of_two_processes_with_light_tests_one_begins_with_the_last_file_and_non
         assert len(visits) == len(set(visits)), visits
 
 
-def test_the_longest_heavy_file_comes_first_unless_an_order_is_asked_for(tmp_path: Path) -> None:
+def test_the_longest_heavy_file_is_first_unless_order_is_set(tmp_path: Path) -> None:
     by_time = sorted(LONGEST, key=lambda file: -LONGEST[file])
     chosen = [by_time[0], by_time[len(by_time) // 2], by_time[-1]]
     beside(tmp_path, a_file_that_is_in_no_table=HEAVY)
@@ -332,7 +334,7 @@ def test_heavy_tests_alone_or_light_ones_alone_all_run(tmp_path: Path, mark: str
     passed(run_pytest(tmp_path, "-n", "3", "-m", mark), count)
 
 
-def test_when_the_process_of_the_heavy_tests_dies_another_goes_on_with_them(tmp_path: Path) -> None:
+def test_another_process_takes_over_heavy_tests_of_a_dead_one(tmp_path: Path) -> None:
     beside(tmp_path, a=DIES, b=HEAVY, c=HEAVY, light=LIGHT)
     ran = run_pytest(tmp_path, "-n", "2", "--no-loadscope-reorder")
     # The test that killed it is reported as failed, and passes when it runs again.

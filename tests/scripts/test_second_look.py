@@ -51,7 +51,7 @@ def written(folder: Path, **files: str) -> Path:
     return folder
 
 
-def test_a_test_that_passes_alone_is_green_and_listed_as_unsteady(tmp_path: Path) -> None:
+def test_a_test_passing_alone_is_green_and_listed_as_unsteady(tmp_path: Path) -> None:
     status, lines = scripts_test(written(tmp_path, unsteady=UNSTEADY, good="def test_good(): pass"))
     assert status == 0
     assert lines[-3] == "=== 0 failed twice, 2 unsteady"
@@ -60,7 +60,7 @@ def test_a_test_that_passes_alone_is_green_and_listed_as_unsteady(tmp_path: Path
     assert (tmp_path / "failed").read_text().splitlines() == lines[-2:]
 
 
-def test_a_test_that_fails_twice_is_red_and_a_strict_run_tries_once(tmp_path: Path) -> None:
+def test_a_test_that_fails_twice_is_red_and_strict_runs_try_once(tmp_path: Path) -> None:
     folder = written(tmp_path, bad="def test_bad(): assert 1 == 2", unsteady=UNSTEADY)
     bad = "/".join(("tests", "test_bad.py::test_bad: assert 1 == 2"))
     status, lines = scripts_test(folder)
@@ -86,7 +86,7 @@ def test_a_test_that_fails_twice_is_red_and_a_strict_run_tries_once(tmp_path: Pa
         ),
     ],
 )
-def test_failures_that_are_no_accident_are_named_and_not_tried_again(
+def test_failures_that_are_not_flaky_are_named_and_not_retried(
     tmp_path: Path, text: str, named: list[str]
 ) -> None:
     status, lines = scripts_test(written(tmp_path, bad=text))

@@ -47,7 +47,7 @@ STARTING_MODULES = {
 LITTLE = (
     "rolemesh.services.reward.scoring_process",
     "rolemesh.sandbox.inside",
-    "sandbox/parent.py",
+    "process_group.py",
     "data/column_process.py",
     "data/template_process.py",
 )

@@ -49,7 +49,8 @@ def unprintable(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("written", ["text", "json"], indirect=True)
-def test_a_record_is_one_printable_line_whatever_is_in_message_job_and_error(written: Any) -> None:
+def test_a_record_is_one_printable_line_whatever_it_holds(written: Any) -> None:
+    """The message, the job and the error may hold any character."""
     token = context.job.set(HOSTILE)
     try:
         log.warning("%s and %s", HOSTILE, FORGED)

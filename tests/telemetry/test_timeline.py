@@ -16,7 +16,7 @@ from rolemesh.roles import methods
 from rolemesh.rpc.calling.clients import RewardClient
 from rolemesh.services.reward.worker import RewardWorker
 from rolemesh.telemetry import timeline
-from rolemesh.telemetry.timeline import COMPUTES, MOST_PARTS, Call, Part, recorded, report_of, to_chrome
+from rolemesh.telemetry.timeline import COMPUTES, MOST_PARTS, Part, TimedCall, recorded, report_of, to_chrome
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> float:
 
 def test_a_servers_parts_are_in_the_middle_of_its_clients_call(clock: float) -> None:
     # Ten seconds for the client, six for the server: two on the way there and two on the way back.
-    call = Call("actor 10.0.0.7:1", "actor.update", clock - 10)
+    call = TimedCall("actor 10.0.0.7:1", "actor.update", clock - 10)
     call.heard(json.dumps([6.0, [["waits for critic", 1.0, 2.0, None], ["computes", 2.0, 5.0, None]]]))
     spans = [(part.name, part.began - call.began, part.ended - call.began) for part in call.parts]
     expected = [("transfer", 0, 3), ("waits for critic", 3, 4), ("computes", 4, 7), ("transfer", 7, 10)]
@@ -53,7 +53,7 @@ def test_a_servers_parts_are_in_the_middle_of_its_clients_call(clock: float) -> 
 def test_a_report_that_is_none_is_left_out_of_the_drawing(
     report: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    call = Call("reward 10.0.0.7:1", "reward.compute_scores", time.perf_counter() - 10)
+    call = TimedCall("reward 10.0.0.7:1", "reward.compute_scores", time.perf_counter() - 10)
     call.heard(report)
     assert call.parts == []
     [said] = caplog.messages
@@ -63,11 +63,11 @@ def test_a_report_that_is_none_is_left_out_of_the_drawing(
 def test_a_server_reports_seconds_since_the_request_came(clock: float) -> None:
     began = clock - 3
     parts = [Part("computes", began + 1, began + 2)]
-    seconds, spans = json.loads(report_of([Call("actor", "actor.update", began, parts=parts)], began))
+    seconds, spans = json.loads(report_of([TimedCall("actor", "actor.update", began, parts=parts)], began))
     assert (seconds, spans) == (3.0, [["computes", 1.0, 2.0, None]])
 
 
-async def test_a_call_with_more_parts_than_metadata_has_room_for_is_answered_with_the_longest(
+async def test_a_call_with_too_many_parts_is_answered_with_the_longest(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As an update of 64 mini-batches on 64 ranks, of which each computes a little less than the one before."""
@@ -82,7 +82,7 @@ async def test_a_call_with_more_parts_than_metadata_has_room_for_is_answered_wit
     monkeypatch.setattr(RewardWorker, "compute_scores", compute_scores)
     job = reward_job(tiny_model, tmp_path)
     async with served("reward", job) as addresses, RewardClient(addresses, methods(job)) as client:
-        seen: list[Call] = []
+        seen: list[TimedCall] = []
         token = timeline.calls.set(seen)
         answer = await client.compute_scores(reward_batch(1))
         timeline.calls.reset(token)
@@ -98,7 +98,7 @@ async def test_a_call_with_more_parts_than_metadata_has_room_for_is_answered_wit
 def test_a_call_is_written_down_where_somebody_records() -> None:
     with recorded("actor", "actor.update"):
         pass
-    written: list[Call] = []
+    written: list[TimedCall] = []
     token = timeline.calls.set(written)
     with suppress(ValueError), recorded("actor", "actor.update", waits_for="critic") as call:
         call.began -= 2
@@ -109,13 +109,13 @@ def test_a_call_is_written_down_where_somebody_records() -> None:
     assert call.ended - call.began >= 2
 
 
-def test_calls_side_by_side_have_rows_of_their_own_and_end_with_the_step() -> None:
-    step = Call("controller", "step 3", 100.0, 110.0)
+def test_overlapping_calls_have_separate_rows_within_the_step() -> None:
+    step = TimedCall("controller", "step 3", 100.0, 110.0)
     calls = [
-        Call("actor", "actor.a", 101, 104, parts=[Part("computes", 102, 103)]),
-        Call("actor", "actor.b", 103, 105, parts=[Part("computes", 103, 105)]),
-        Call("actor", "actor.c", 104, 112, parts=[Part("computes", 106, 112)]),  # goes on beyond the step
-        Call("actor", "actor.d", 95, 99),  # was over before it
+        TimedCall("actor", "actor.a", 101, 104, parts=[Part("computes", 102, 103)]),
+        TimedCall("actor", "actor.b", 103, 105, parts=[Part("computes", 103, 105)]),
+        TimedCall("actor", "actor.c", 104, 112, parts=[Part("computes", 106, 112)]),  # goes on beyond the step
+        TimedCall("actor", "actor.d", 95, 99),  # was over before it
     ]
     events = to_chrome(calls, step)["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
@@ -136,9 +136,9 @@ def test_calls_side_by_side_have_rows_of_their_own_and_end_with_the_step() -> No
     ]
 
 
-def test_each_rank_has_a_row_and_leaves_its_callers_parts_as_they_are() -> None:
-    step = Call("controller", "step 3", 100.0, 110.0)
-    call = Call("actor 10.0.0.7:1", "actor.update", 100.0)
+def test_each_rank_has_a_row_and_leaves_callers_parts_unchanged() -> None:
+    step = TimedCall("controller", "step 3", 100.0, 110.0)
+    call = TimedCall("actor 10.0.0.7:1", "actor.update", 100.0)
     at = time.perf_counter()
     parts = [
         ["computes", 1.0, 7.0, None],

@@ -12,7 +12,7 @@ import torch
 from rolemesh.errors import WeightsUnavailable
 from rolemesh.v1.weights_pb2 import SharedRegion
 from rolemesh.weights import region as region_module
-from rolemesh.weights.held import HeldWeights
+from rolemesh.weights.published import PublishedWeights
 from rolemesh.weights.region import CAN_SHARE, WeightRegion
 from rolemesh.weights.store import WeightStore
 from rolemesh.weights.tensors import RegionTensors
@@ -29,7 +29,7 @@ def num_mapped() -> int:
 
 @shares
 async def test_another_process_maps_a_version_and_copies_no_byte():
-    held = await HeldWeights(1, {"a": torch.arange(MIB), "b": torch.ones(3).bfloat16()}).fetch()
+    held = await PublishedWeights(1, {"a": torch.arange(MIB), "b": torch.ones(3).bfloat16()}).fetch()
     before = num_mapped()
     mapped = RegionTensors.at(held.place)
     assert num_mapped() == before + 1
@@ -44,7 +44,8 @@ async def test_another_process_maps_a_version_and_copies_no_byte():
 
 
 @shares
-def test_another_mapping_has_the_same_bytes_and_neither_can_change_them():
+def test_another_mapping_has_the_same_bytes_and_is_read_only():
+    """Neither mapping can change the bytes."""
     region = WeightRegion(2 * MIB)
     region.write(5, memoryview(b"weights"))
     shared = region.shared
@@ -87,7 +88,7 @@ def test_threads_fill_a_region_which_can_be_sealed_at_once(way: str, monkeypatch
 
 
 @shares
-def test_the_memory_outlives_its_maker_and_goes_with_the_last_reader():
+def test_memory_outlives_its_maker_and_ends_with_its_last_reader():
     before = num_mapped()
     region = WeightRegion(MIB)
     region.write(0, memoryview(b"weights"))
@@ -132,11 +133,11 @@ def test_no_two_regions_have_the_same_name():
 
 
 @shares
-def test_where_no_file_may_be_so_large_the_memory_is_this_process_s_alone():
+def test_memory_too_large_for_a_shared_file_is_private():
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, before[1]))
     try:
-        held = HeldWeights(1, {"a": torch.arange(MIB)})
+        held = PublishedWeights(1, {"a": torch.arange(MIB)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     region = held.holding.region
@@ -149,7 +150,7 @@ def test_where_no_file_may_be_so_large_the_memory_is_this_process_s_alone():
 
 
 @shares
-def test_memory_is_taken_for_written_bytes_and_not_for_announced_ones(monkeypatch: pytest.MonkeyPatch):
+def test_memory_is_taken_for_written_not_for_announced_bytes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(region_module, "MAPPING_THREADS", 1)
     region = WeightRegion(1 << 31)
     region.write(1 << 30, memoryview(bytes(MIB)))
@@ -163,10 +164,10 @@ def test_memory_is_taken_for_written_bytes_and_not_for_announced_ones(monkeypatc
     assert WeightRegion(1 << 42, is_filled=False).num_bytes == 1 << 42
 
 
-async def test_a_store_holds_one_version_and_lets_the_one_before_go_even_while_it_is_read():
+async def test_a_store_drops_the_previous_version_even_if_it_is_read():
     before = num_mapped()
     store = WeightStore()
-    first, second = (HeldWeights(version, {"a": torch.zeros(MIB)}).holding for version in (1, 2))
+    first, second = (PublishedWeights(version, {"a": torch.zeros(MIB)}).holding for version in (1, 2))
     store.put(first)
     assert await store.get(1, first.digest) is first
     store.put(second)

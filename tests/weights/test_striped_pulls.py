@@ -23,11 +23,11 @@ from rolemesh.telemetry import metrics
 from rolemesh.v1.weights_pb2 import FetchRangeRequest, StripedHolders, WatchRegionRequest
 from rolemesh.v1.weights_pb2_grpc import WeightsServiceStub
 from rolemesh.weights import remote
-from rolemesh.weights.held import HeldVersion, HeldWeights
-from rolemesh.weights.holder import Holder
+from rolemesh.weights.published import PublishedWeights, WeightVersion
 from rolemesh.weights.region import WeightRegion
 from rolemesh.weights.service import WeightsServicer
 from rolemesh.weights.store import WeightStore
+from rolemesh.weights.stripe_server import StripeServer
 from rolemesh.weights.stripes import HeldStripes, Stripes, stripes_of
 
 STRIPE, PIECE = 8 * MIB, 4 * MIB  # 24 MiB and 5 bytes: four stripes
@@ -57,7 +57,7 @@ class Machine(WeightsServicer):
             at += MIB
 
 
-def deal(held: HeldWeights, machines: Sequence[Machine], addresses: Sequence[str]) -> None:
+def deal(held: PublishedWeights, machines: Sequence[Machine], addresses: Sequence[str]) -> None:
     """Give each machine its stripes of a version, and no other byte."""
     whole, stripes = held.holding, Stripes(STRIPE, len(machines))
     for number, machine in enumerate(machines):
@@ -66,19 +66,19 @@ def deal(held: HeldWeights, machines: Sequence[Machine], addresses: Sequence[str
             region.write(start, whole.region.read(start, end))
         region.seal()
         part = HeldStripes(stripes, number, addresses)
-        arriving = HeldVersion(whole.serialized, whole.manifest, region, "actor", whole.num_bytes, part)
+        arriving = WeightVersion(whole.serialized, whole.manifest, region, "actor", whole.num_bytes, part)
         machine._store.put(arriving)
 
 
 @asynccontextmanager
-async def dealt(held: HeldWeights, *machines: Machine) -> AsyncIterator[str]:
+async def dealt(held: PublishedWeights, *machines: Machine) -> AsyncIterator[str]:
     """Serve a version from several machines; yield the first one's address."""
     async with serving(*machines) as (first, *others):
         deal(held, machines, others)
         yield first
 
 
-async def test_each_machine_sends_its_own_stripes_and_every_bit_arrives() -> None:
+async def test_each_machine_sends_its_stripes_and_every_bit_arrives() -> None:
     held, machines = large(), [Machine() for _ in range(3)]
     sent = counted(metrics.WEIGHTS_SENT_BYTES, "actor")
     received = counted(metrics.WEIGHTS_RECEIVED_BYTES, "actor")
@@ -89,7 +89,7 @@ async def test_each_machine_sends_its_own_stripes_and_every_bit_arrives() -> Non
 
 
 @pytest.mark.parametrize("shared", [True, False])
-async def test_bytes_verified_in_order_are_relayed_while_stripes_still_arrive(
+async def test_verified_bytes_are_relayed_while_stripes_still_arrive(
     shared: bool, request: pytest.FixtureRequest
 ) -> None:
     if not shared:
@@ -125,9 +125,10 @@ async def test_a_damaged_piece_is_fetched_again_once_from_its_owner() -> None:
             await pull([first], held).fetch()
 
 
-async def test_a_holder_that_dies_is_named_and_a_new_group_sends_only_what_has_not_arrived(
+async def test_a_dead_holder_is_named_and_only_missing_bytes_are_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A new group of machines sends them."""
     monkeypatch.setattr(remote, "PATIENCE_S", 1.0)
     held, machines, new = large(), [Machine(), Machine(), Machine()], [Machine(), Machine(), Machine()]
     machines[1].until = STRIPE + 5 * MIB
@@ -183,13 +184,13 @@ MET = Rendezvous(1, 2, "127.0.0.1", 1)
 
 
 @asynccontextmanager
-async def of_follower(listen: str, rendezvous: Rendezvous = MET) -> AsyncIterator[Holder]:
-    holder = Holder(rendezvous, listen, asyncio.get_running_loop())
+async def of_follower(listen: str, rendezvous: Rendezvous = MET) -> AsyncIterator[StripeServer]:
+    holder = StripeServer(rendezvous, listen, asyncio.get_running_loop())
     yield holder
     await holder.close()
 
 
-async def serves(holder: Holder) -> str:
+async def serves(holder: StripeServer) -> str:
     assert holder.serve is not None
     return await asyncio.to_thread(holder.serve)
 
@@ -216,7 +217,8 @@ async def test_a_follower_serves_with_its_keys_to_rollouts_alone(tmp_path: Path)
             await pull([address], held).fetch()
 
 
-async def test_a_follower_listens_where_it_reaches_rank_0_and_on_the_same_port_if_that_is_free() -> None:
+async def test_a_follower_listens_where_it_reaches_rank_0() -> None:
+    """It takes the same port if that is free."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         async with of_follower(f"127.0.0.1:{port}") as other:
@@ -226,7 +228,7 @@ async def test_a_follower_listens_where_it_reaches_rank_0_and_on_the_same_port_i
         assert await serves(same) == f"127.0.0.1:{port}"
 
 
-async def test_a_follower_that_rollouts_of_other_machines_cannot_reach_serves_nothing() -> None:
+async def test_a_follower_that_rollouts_cannot_reach_serves_nothing() -> None:
     """Ranks of a pod meet on its loopback interface, and rank 0 listens on all."""
     async with of_follower("0.0.0.0:50051") as beside:
         assert beside.serve is None

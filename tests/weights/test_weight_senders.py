@@ -27,7 +27,7 @@ from rolemesh.errors import RoleUnavailable, WeightsUnavailable
 from rolemesh.telemetry import metrics
 from rolemesh.v1.weights_pb2 import GetManifestResponse, WatchRegionResponse
 from rolemesh.weights import manifest, region, remote
-from rolemesh.weights.held import HeldVersion, HeldWeights
+from rolemesh.weights.published import PublishedWeights, WeightVersion
 from rolemesh.weights.region import WeightRegion
 from rolemesh.weights.service import WeightsServicer
 from rolemesh.weights.store import WeightStore
@@ -44,7 +44,7 @@ async def test_a_damaged_piece_is_fetched_again_and_only_it(no_shared_memory: No
     assert flipping.starts == [0, 8 * MIB]
 
 
-async def test_two_pieces_that_were_each_damaged_once_are_each_fetched_again(no_shared_memory: None):
+async def test_two_pieces_each_damaged_once_are_both_fetched_again(no_shared_memory: None):
     held = large()
     flipping = Flipping(held, MIB, 21 * MIB, times=1)  # far apart: a sender is ahead of what is verified
     async with serving(flipping) as addresses:
@@ -65,7 +65,7 @@ async def test_a_holder_whose_memory_has_changed_is_left_for_the_next(no_shared_
 
 
 @pytest.mark.skipif(not region.CAN_SHARE, reason="sealed memory is Linux's")
-async def test_shared_memory_that_could_still_be_changed_is_not_used_though_it_is_said_to_be_whole(
+async def test_unsealed_shared_memory_is_not_used_even_if_called_whole(
     monkeypatch: pytest.MonkeyPatch,
 ):
     held = large()
@@ -77,7 +77,7 @@ async def test_shared_memory_that_could_still_be_changed_is_not_used_though_it_i
     lying = WeightRegion(honest.num_bytes)
     lying.write(0, honest.region.read(0, honest.num_bytes))
     store, pulled = WeightStore(), WeightStore()
-    store.put(HeldVersion(honest.serialized, honest.manifest, lying, "rollout", honest.num_bytes))
+    store.put(WeightVersion(honest.serialized, honest.manifest, lying, "rollout", honest.num_bytes))
     good = Faulty(far)
     async with serving(WeightsServicer(store), good) as addresses:
         await assert_same(await pull(addresses, held, pulled).fetch(), held)
@@ -92,7 +92,7 @@ async def test_shared_memory_that_could_still_be_changed_is_not_used_though_it_i
 
 
 @pytest.mark.skipif(not region.CAN_SHARE, reason="sealed memory is Linux's")
-async def test_bytes_from_unsealed_memory_are_verified_before_they_are_kept():
+async def test_bytes_of_unsealed_memory_are_verified_before_being_kept():
     """A relay's memory is damaged behind its back while it arrives, and then the relay is gone."""
     held, relay, last = large(), WeightStore(), WeightStore()
     gated = Elsewhere(held, 13 * MIB)
@@ -125,7 +125,7 @@ async def test_a_sender_that_stalls_is_left_for_the_next(
 class Trickling(Faulty):
     """Sends for ever, and never enough: so many bytes at a time, one time after another."""
 
-    def __init__(self, held: HeldWeights, num_bytes: int) -> None:
+    def __init__(self, held: PublishedWeights, num_bytes: int) -> None:
         super().__init__(held)
         self._num_bytes = num_bytes
 
@@ -152,7 +152,7 @@ class Cutting(Trickling):
     [(Trickling, 1), (Trickling, 1 << 16), (Cutting, 1 << 16)],
     ids=["a byte at a time", "a piece at a time", "a piece in each call"],
 )
-async def test_a_sender_that_trickles_is_left_for_the_next_and_does_not_last_to_the_deadline(
+async def test_a_slow_sender_is_left_for_the_next_before_the_deadline(
     kind: type[Trickling], num_bytes: int, no_shared_memory: None, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(remote, "STALL_S", 1.0)
@@ -166,7 +166,7 @@ async def test_a_sender_that_trickles_is_left_for_the_next_and_does_not_last_to_
         await assert_same(await pull(addresses, held, timeout_s=100).fetch(), held)
 
 
-async def test_a_region_that_is_verified_too_slowly_by_its_holder_is_left_for_the_next(
+async def test_a_region_verified_too_slowly_is_left_for_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """Another process's memory is used when it is sealed; until then its holder says how far it is."""
@@ -184,7 +184,7 @@ async def test_a_region_that_is_verified_too_slowly_by_its_holder_is_left_for_th
         far = large()
         assert far.holding.digest == held.holding.digest
     whole = held.holding
-    store.put(HeldVersion(whole.serialized, whole.manifest, WeightRegion(whole.num_bytes), "rollout"))
+    store.put(WeightVersion(whole.serialized, whole.manifest, WeightRegion(whole.num_bytes), "rollout"))
     stalled = counted(metrics.WEIGHTS_SOURCE_FAILURES, "stalled")
     async with serving(Slow(store), Faulty(far)) as addresses:
         await assert_same(await pull(addresses, held, timeout_s=100).fetch(), held)
@@ -194,7 +194,7 @@ async def test_a_region_that_is_verified_too_slowly_by_its_holder_is_left_for_th
 @pytest.mark.parametrize(
     "junk", [b"\xff" * 40, b"\x7a\x00", field(1, b"") * 40], ids=["no frame", "empty", "many fields"]
 )
-async def test_a_sender_of_other_things_than_frames_is_left_for_the_next(junk: bytes, no_shared_memory: None):
+async def test_a_sender_of_anything_but_frames_is_left_for_the_next(junk: bytes, no_shared_memory: None):
     class Babbling(Faulty):
         async def on_frame(self, at: int, frame: bytes) -> bytes:
             return junk if at == 9 * MIB else frame
@@ -277,7 +277,7 @@ async def test_a_sender_that_disappears_is_left_for_the_next(no_shared_memory: N
     assert good.starts == [4 * MIB]
 
 
-async def test_the_only_holder_stopped_in_mid_stream_and_started_again_is_resumed(no_shared_memory: None):
+async def test_the_only_holder_restarted_in_mid_stream_is_resumed(no_shared_memory: None):
     held = large()
     gated = Gated(held, 9 * MIB)
     async with server_of(gated) as address:

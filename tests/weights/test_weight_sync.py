@@ -35,11 +35,11 @@ from rolemesh.telemetry import metrics
 from rolemesh.v1.rollout_pb2 import UpdateWeightsRequest
 from rolemesh.v1.rollout_pb2_grpc import RolloutServiceStub
 from rolemesh.weights import region
-from rolemesh.weights.held import HeldWeights
+from rolemesh.weights.published import PublishedWeights
 from rolemesh.weights.remote import RemoteWeights
 from rolemesh.weights.service import WeightsServicer
-from rolemesh.weights.source import WeightSource
 from rolemesh.weights.store import WeightStore
+from rolemesh.weights.weight_source import WeightSource
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ async def test_every_engine_has_the_actors_parameters_bit_for_bit(
             await actor.update(sequence_batch(16))
 
 
-async def test_each_replica_has_at_most_eight_sources_however_many_are_before_it(job: JobConfig) -> None:
+async def test_each_replica_has_at_most_eight_sources(job: JobConfig) -> None:
     """The replicas 1, 2, 4, … places before it, and the actor last."""
     told: dict[int, list[str]] = {}
 
@@ -106,7 +106,7 @@ async def test_each_replica_has_at_most_eight_sources_however_many_are_before_it
 
 
 @pytest.mark.skipif(not region.CAN_SHARE, reason="sealed memory is Linux's")
-async def test_all_engines_of_a_machine_compute_with_the_same_pages_and_write_to_none(job: JobConfig) -> None:
+async def test_all_engines_of_a_machine_share_pages_and_write_to_none(job: JobConfig) -> None:
     others = {name for _, name, _ in mappings()}  # of earlier tests, which nobody has collected yet
     async with (
         nodes(*(RolloutWorker(job) for _ in range(3))) as replicas,
@@ -134,7 +134,7 @@ async def test_all_engines_of_a_machine_compute_with_the_same_pages_and_write_to
             await actor.update(sequence_batch(16))
 
 
-async def test_a_rollout_beside_its_actor_takes_the_weights_without_a_copy_or_a_socket(job: JobConfig) -> None:
+async def test_a_rollout_beside_its_actor_needs_no_copy_or_socket(job: JobConfig) -> None:
     taken: list[dict[str, torch.Tensor]] = []
 
     class Watching(RolloutWorker):
@@ -173,7 +173,7 @@ async def test_a_rollout_beside_its_actor_takes_the_weights_without_a_copy_or_a_
 # ------------------------------------------------------------------- replicas that come and go
 
 
-async def test_a_replica_that_starts_late_or_anew_catches_up_from_the_others(job: JobConfig) -> None:
+async def test_a_late_or_restarted_replica_catches_up_from_the_others(job: JobConfig) -> None:
     async with (
         nodes(*(RolloutWorker(job) for _ in range(3))) as replicas,
         trained_actor(job) as (actor, worker),
@@ -211,14 +211,14 @@ async def test_a_chain_is_made_of_live_replicas(job: JobConfig) -> None:
 # ------------------------------------------------------------------------------------ processes
 
 
-async def test_a_relay_process_that_is_killed_in_mid_pull_costs_only_what_was_not_verified(
+async def test_a_relay_killed_in_mid_pull_costs_only_unverified_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A real relay between a sender and a receiver of this process, over the network."""
     monkeypatch.setattr(region, "CAN_SHARE", False)
     wide = make_tiny_model(tmp_path / "wide", hidden_size=512, num_layers=4)  # six pieces and more
     job = job_of(wide)
-    held = HeldWeights(1, named_weights(load_causal_lm(job.actor.model, "actor")))
+    held = PublishedWeights(1, named_weights(load_causal_lm(job.actor.model, "actor")))
     assert held.holding.num_bytes > 24 << 20
     store, gated, good = WeightStore(), Gated(held, 13 << 20), Faulty(held)
     digest = held.holding.digest
@@ -263,7 +263,7 @@ async def test_a_rollout_process_never_holds_more_than_two_regions(tiny_model: P
     assert re.search(r'rolemesh_weights_received_bytes_total\{source="memory"\} [1-9]', shown)
 
 
-async def test_a_number_names_the_weights_of_now_though_it_named_others_before(job: JobConfig) -> None:
+async def test_a_reused_version_number_names_the_current_weights(job: JobConfig) -> None:
     """A second controller may count from the beginning again, with an actor that has learnt meanwhile."""
     async with trained_actor(job) as (actor, _):
         first, same = await actor.publish_weights(1), await actor.publish_weights(1)
@@ -272,14 +272,14 @@ async def test_a_number_names_the_weights_of_now_though_it_named_others_before(j
         assert (await actor.publish_weights(1)).digest != first.digest
 
 
-async def test_no_caller_has_a_replica_wait_for_weights_longer_than_the_job_says(
+async def test_a_replica_waits_for_weights_no_longer_than_the_job_says(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever deadline it has: others wait for their turn meanwhile."""
     monkeypatch.setattr(region, "CAN_SHARE", False)
     worker = RolloutWorker(job_of(tiny_model, weight_sync_timeout_s=1.0))
     engine: Any = worker._engine
-    held = HeldWeights(1, named_weights(engine.model))
+    held = PublishedWeights(1, named_weights(engine.model))
     silent = Gated(held, 0)
     async with nodes(worker) as [node], serving(silent) as sources:
         async with grpc.aio.insecure_channel(node.address) as channel:
@@ -292,14 +292,14 @@ async def test_no_caller_has_a_replica_wait_for_weights_longer_than_the_job_says
     worker.close()
 
 
-async def test_a_replica_asks_for_no_byte_of_weights_that_are_not_its_models(
+async def test_a_replica_asks_for_no_byte_of_another_models_weights(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(region, "CAN_SHARE", False)
     worker = RolloutWorker(job_of(tiny_model))
     engine: Any = worker._engine
     weights = named_weights(engine.model)
-    held = HeldWeights(1, {**weights, "model.norm.weight": torch.zeros(3)})
+    held = PublishedWeights(1, {**weights, "model.norm.weight": torch.zeros(3)})
     watched = Faulty(held)
     async with serving(watched) as sources:
         source = RemoteWeights(sources, 1, held.holding.digest)

@@ -24,7 +24,7 @@ from rolemesh.errors import WeightsUnavailable
 from rolemesh.telemetry import metrics
 from rolemesh.v1.weights_pb2 import WatchRegionRequest
 from rolemesh.weights import region, remote, service
-from rolemesh.weights.held import HeldVersion, HeldWeights
+from rolemesh.weights.published import PublishedWeights, WeightVersion
 from rolemesh.weights.region import WeightRegion
 from rolemesh.weights.service import WeightsServicer
 from rolemesh.weights.store import WeightStore
@@ -36,7 +36,7 @@ from rolemesh.weights.store import WeightStore
 async def test_every_bit_of_every_dtype_arrives(shared: bool, request: pytest.FixtureRequest):
     if not shared:
         request.getfixturevalue("no_shared_memory")
-    held = HeldWeights(7, {**of_every_dtype(), "scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4)})
+    held = PublishedWeights(7, {**of_every_dtype(), "scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4)})
     async with serving(WeightsServicer(stored(held))) as addresses:
         source = pull(addresses, held)
         assert source.version == 7
@@ -46,9 +46,7 @@ async def test_every_bit_of_every_dtype_arrives(shared: bool, request: pytest.Fi
 
 
 @pytest.mark.parametrize("shared", [True, False])
-async def test_a_version_of_several_pieces_arrives_and_each_byte_is_counted_once(
-    shared: bool, request: pytest.FixtureRequest
-):
+async def test_a_version_of_several_pieces_counts_each_byte_once(shared: bool, request: pytest.FixtureRequest):
     if not shared:
         request.getfixturevalue("no_shared_memory")
     held = large()
@@ -61,7 +59,7 @@ async def test_a_version_of_several_pieces_arrives_and_each_byte_is_counted_once
 
 
 async def test_a_version_without_bytes_arrives():
-    held = HeldWeights(1, {"empty": torch.zeros(0, 4)})
+    held = PublishedWeights(1, {"empty": torch.zeros(0, 4)})
     async with serving(WeightsServicer(stored(held))) as addresses:
         await assert_same(await pull(addresses, held).fetch(), held)
 
@@ -75,27 +73,27 @@ async def test_a_version_that_the_process_holds_is_taken_by_reference():
 # -------------------------------------------------------------------------- what is not there
 
 
-async def test_a_version_that_is_not_held_is_named_with_the_one_that_is():
+async def test_a_missing_version_error_names_the_held_one():
     wanted = large(1)
     for store, message in [
         (stored(large(2)), "version 1 is not held here; version 2 is held"),
         (WeightStore(), "none is held"),
-        (stored(HeldWeights(1, {"a": noise(9)})), "version 1 is held, of another digest"),
+        (stored(PublishedWeights(1, {"a": noise(9)})), "version 1 is held, of another digest"),
     ]:
         async with serving(WeightsServicer(store)) as addresses:
             with pytest.raises(WeightsUnavailable, match=f"from {addresses[0]}.*{message}"):
                 await pull(addresses, wanted).fetch()
 
 
-async def test_weights_of_another_digest_are_refused_also_from_a_holder_that_gives_them():
+async def test_weights_of_another_digest_are_refused_from_any_holder():
     class Careless(WeightStore):
-        async def get(self, version: int, digest: str, wait_s: float = 0.0) -> HeldVersion:
+        async def get(self, version: int, digest: str, wait_s: float = 0.0) -> WeightVersion:
             held = self._held
             assert held is not None
             return held
 
     wanted, careless = large(1), Careless()
-    careless.put(HeldWeights(1, {"a": noise(9)}).holding)
+    careless.put(PublishedWeights(1, {"a": noise(9)}).holding)
     async with serving(WeightsServicer(careless), WeightsServicer(stored(wanted))) as addresses:
         with pytest.raises(WeightsUnavailable, match="version 1 of another digest"):
             await pull(addresses[:1], wanted).fetch()
@@ -137,7 +135,7 @@ async def test_every_source_is_named_with_what_it_did(no_shared_memory: None, mo
         assert what in line
 
 
-async def test_a_pull_ends_by_its_deadline_and_the_next_goes_on_where_it_ended(no_shared_memory: None):
+async def test_a_pull_ends_by_its_deadline_and_the_next_resumes_it(no_shared_memory: None):
     held, store = large(), WeightStore()
     gated = Gated(held, 9 * MIB)
     async with serving(gated) as addresses:
@@ -170,7 +168,7 @@ async def test_a_receiver_waits_for_a_relay_that_has_no_version_yet(no_shared_me
     asked = asyncio.Event()
 
     class Asked(WeightStore):
-        async def get(self, version: int, digest: str, wait_s: float = 0.0) -> HeldVersion:
+        async def get(self, version: int, digest: str, wait_s: float = 0.0) -> WeightVersion:
             asked.set()
             return await super().get(version, digest, wait_s)
 
@@ -186,7 +184,7 @@ async def test_a_receiver_waits_for_a_relay_that_has_no_version_yet(no_shared_me
 
 
 async def pulled_along_a_chain(
-    actor: str, relays: list[str], held: HeldWeights, stores: list[WeightStore]
+    actor: str, relays: list[str], held: PublishedWeights, stores: list[WeightStore]
 ) -> None:
     """Each relay pulls from the one before it, or else from one further back, the first from the actor."""
     chain = [[*reversed(relays[:i]), actor] for i in range(len(stores))]
@@ -195,7 +193,7 @@ async def pulled_along_a_chain(
         await assert_same(tensors, held)
 
 
-async def test_the_actor_sends_each_byte_once_however_many_replicas_there_are(
+async def test_the_actor_sends_each_byte_once_for_any_replica_count(
     no_shared_memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote, "RELAY_WAIT_S", 60.0)  # each relay learns of the version
@@ -208,7 +206,7 @@ async def test_the_actor_sends_each_byte_once_however_many_replicas_there_are(
 
 
 @pytest.mark.skipif(not region.CAN_SHARE, reason="sealed memory is Linux's")
-async def test_replicas_of_one_machine_share_one_region_which_the_first_receives():
+async def test_replicas_of_one_machine_share_one_received_region():
     """The actor is on another machine; of eight replicas here one receives, and all have the same pages."""
     held, stores = large(), [WeightStore() for _ in range(8)]
     elsewhere = Elsewhere(held, held.holding.num_bytes)
@@ -221,16 +219,16 @@ async def test_replicas_of_one_machine_share_one_region_which_the_first_receives
     assert all(holding and holding.region.is_sealed for holding in taken)
 
 
-def unverified(held: HeldWeights) -> HeldVersion:
+def unverified(held: PublishedWeights) -> WeightVersion:
     """All bytes are there, and none counts yet."""
     whole = held.holding
-    arriving = HeldVersion(whole.serialized, whole.manifest, WeightRegion(whole.num_bytes), "rollout")
+    arriving = WeightVersion(whole.serialized, whole.manifest, WeightRegion(whole.num_bytes), "rollout")
     arriving.region.write(0, whole.region.read(0, whole.num_bytes))
     return arriving
 
 
 @pytest.mark.skipif(not region.CAN_SHARE, reason="sealed memory is Linux's")
-async def test_a_relay_of_the_same_machine_says_at_each_of_the_least_bytes_how_far_it_is():
+async def test_a_local_relay_reports_progress_every_least_bytes():
     """Else one that brings just what a receiver wants in STALL_S would be left as stalled."""
     assert service.WATCH_BYTES <= remote.LEAST_BYTES
     held, relay, last = large(), WeightStore(), WeightStore()
@@ -247,7 +245,7 @@ async def test_a_relay_of_the_same_machine_says_at_each_of_the_least_bytes_how_f
         await assert_same(await fetching, held)
 
 
-async def test_bytes_verified_while_an_answer_is_on_its_way_are_in_the_next_answer():
+async def test_bytes_verified_during_an_answer_are_in_the_next_one():
     """The servicer is asked without a channel: how long an answer is on its way is here for the test to say."""
     held, store = large(), WeightStore()
     arriving = unverified(held)
@@ -262,7 +260,8 @@ async def test_bytes_verified_while_an_answer_is_on_its_way_are_in_the_next_answ
 
 
 @pytest.mark.skipif(not region.CAN_SHARE, reason="sealed memory is Linux's")
-async def test_a_relay_that_dies_while_others_map_its_memory_costs_them_nothing_verified():
+async def test_a_dead_relay_costs_its_readers_nothing_verified():
+    """They map its memory."""
     held, relay, last = large(), WeightStore(), WeightStore()
 
     gated = Elsewhere(held, 13 * MIB)

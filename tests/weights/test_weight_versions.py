@@ -24,10 +24,10 @@ from rolemesh.rpc.calling.clients import RolloutClient
 from rolemesh.services.rollout.worker import RolloutWorker
 from rolemesh.telemetry import metrics
 from rolemesh.weights import region, remote
-from rolemesh.weights.held import HeldWeights
 from rolemesh.weights.manifest import name_of
+from rolemesh.weights.published import PublishedWeights
 from rolemesh.weights.remote import RemoteWeights
-from rolemesh.weights.source import WeightSource
+from rolemesh.weights.weight_source import WeightSource
 
 
 @pytest.fixture
@@ -48,9 +48,10 @@ class Once(RolloutWorker):
         await super().update_weights(source)
 
 
-async def test_a_replica_that_cannot_take_a_version_leaves_the_pool_and_returns_with_the_current_one(
+async def test_a_replica_leaves_the_pool_until_it_can_take_a_version(
     job: JobConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """It returns with the current version."""
     late = Once(job)
     failures = metrics.WEIGHTS_SYNC_FAILURES._value
     before = failures.get()
@@ -75,9 +76,7 @@ async def test_a_replica_that_cannot_take_a_version_leaves_the_pool_and_returns_
         assert torch.equal(both["rollout_log_probs"], alone["rollout_log_probs"])
 
 
-async def test_where_no_replica_can_take_a_version_the_error_says_why_for_each(
-    job: JobConfig, tmp_path: Path
-) -> None:
+async def test_a_version_that_no_replica_can_take_says_why_for_each(job: JobConfig, tmp_path: Path) -> None:
     other = job_of(make_tiny_model(tmp_path, "llama"))
     async with (
         nodes(RolloutWorker(other), Once(job)) as replicas,
@@ -91,7 +90,7 @@ async def test_where_no_replica_can_take_a_version_the_error_says_why_for_each(
     assert f"{second}no room for version 1" in str(raised.value)
 
 
-async def test_a_version_of_the_right_number_and_another_digest_generates_nothing(job: JobConfig) -> None:
+async def test_a_right_number_with_another_digest_generates_nothing(job: JobConfig) -> None:
     """A rollout service outlives a run; neither version 1 nor 2 of another run is this run's version 1."""
     async with nodes(RolloutWorker(job)) as replicas:
         async with trained_actor(job) as (actor, _), client(job, *replicas) as rollout:
@@ -112,12 +111,12 @@ async def test_a_version_of_the_right_number_and_another_digest_generates_nothin
             )
 
 
-async def test_a_request_that_comes_while_a_version_is_taken_is_answered_with_it(
+async def test_a_request_during_a_version_change_gets_the_new_version(
     job: JobConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(region, "CAN_SHARE", False)
     worker = RolloutWorker(job)
-    held = HeldWeights(
+    held = PublishedWeights(
         1, {name: torch.randn_like(w) for name, w in named_weights(worker._engine.model).items()}
     )  # type: ignore[attr-defined]
     gated = Gated(held, 0)
@@ -153,7 +152,7 @@ async def test_the_service_stays_healthy_from_its_first_version_on(
     monkeypatch.setattr(region, "CAN_SHARE", False)
     worker = RolloutWorker(job)
     own = named_weights(worker._engine.model)  # type: ignore[attr-defined]
-    held = [HeldWeights(version, own) for version in (1, 2)]
+    held = [PublishedWeights(version, own) for version in (1, 2)]
     names = [name_of(each.version, each.holding.digest) for each in held]
     gated = Gated(held[1], 0)
     async with nodes(worker) as (node,), serving(Faulty(held[0]), gated) as (first, second):
@@ -178,14 +177,14 @@ async def test_the_service_stays_healthy_from_its_first_version_on(
             assert await versions(rollout, names[1]) == {2}
 
 
-async def test_a_caller_that_goes_while_a_version_is_pulled_leaves_the_one_before_in_use(
+async def test_a_caller_gone_during_a_pull_leaves_the_old_version_used(
     job: JobConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(region, "CAN_SHARE", False)
     monkeypatch.setattr(remote, "STALL_S", 600.0)  # a pull that nobody ends goes on
     worker = RolloutWorker(job)
     own = named_weights(worker._engine.model)  # type: ignore[attr-defined]
-    held = [HeldWeights(version, own) for version in (1, 2)]
+    held = [PublishedWeights(version, own) for version in (1, 2)]
     gated = Gated(held[1], 0)
     async with nodes(worker) as (node,), serving(Faulty(held[0]), gated) as (first, second):
         async with client(job, node) as rollout:
@@ -222,10 +221,10 @@ class Swapping(RolloutWorker):
         await super().update_weights(source)
 
 
-async def test_a_swap_that_has_begun_ends_whether_its_caller_is_there_or_not(job: JobConfig) -> None:
+async def test_a_begun_swap_ends_even_without_its_caller(job: JobConfig) -> None:
     worker = Swapping(job)
     own = named_weights(worker._engine.model)  # type: ignore[attr-defined]
-    held = HeldWeights(1, own)
+    held = PublishedWeights(1, own)
     async with nodes(worker) as (node,), serving(Faulty(held)) as (source,):
         async with client(job, node) as rollout:
             update = asyncio.create_task(rollout.update_weights(pull([source], held)))
@@ -240,13 +239,13 @@ async def test_a_swap_that_has_begun_ends_whether_its_caller_is_there_or_not(job
             assert await health(node.address) == [True, True, True]
 
 
-async def test_a_swap_that_broke_half_way_takes_the_replica_out_of_service_until_the_next(
+async def test_a_half_failed_swap_disables_the_replica_until_the_next(
     job: JobConfig,
 ) -> None:
     worker = Swapping(job, RuntimeError("the device is gone"))
     worker.open.set()
     own = named_weights(worker._engine.model)  # type: ignore[attr-defined]
-    held = [HeldWeights(version, own) for version in (1, 2)]
+    held = [PublishedWeights(version, own) for version in (1, 2)]
     async with nodes(worker) as (node,), serving(*map(Faulty, held)) as addresses, client(job, node) as rollout:
         sources = [pull([a], h) for a, h in zip(addresses, held, strict=True)]
         await rollout.update_weights(sources[0])

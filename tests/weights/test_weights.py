@@ -11,8 +11,8 @@ from rolemesh.errors import WeightsUnavailable
 from rolemesh.services.rollout.engines.fitting import check_fit
 from rolemesh.v1.weights_pb2 import WeightManifest
 from rolemesh.weights import manifest as manifest_module
-from rolemesh.weights.held import HeldWeights
 from rolemesh.weights.manifest import check_manifest, digest_of, outline, read_manifest, unpack
+from rolemesh.weights.published import PublishedWeights
 from rolemesh.weights.staging import BUFFER_BYTES, Staging, Writers, load
 from rolemesh.wire.limits import MAX_WEIGHT_AXES, MAX_WEIGHTS
 
@@ -27,12 +27,12 @@ def three_tensors() -> dict[str, Tensor]:
     }
 
 
-def whole(held: HeldWeights) -> bytes:
+def whole(held: PublishedWeights) -> bytes:
     return bytes(held.holding.region.read(0, held.holding.num_bytes))
 
 
 def test_tensors_lie_at_multiples_of_64_in_order():
-    manifest = HeldWeights(4, three_tensors()).holding.manifest
+    manifest = PublishedWeights(4, three_tensors()).holding.manifest
     assert manifest.version == 4
     assert [(w.name, list(w.shape), w.offset, w.num_bytes) for w in manifest.weights] == [
         ("a", [5], 0, 10),
@@ -44,7 +44,7 @@ def test_tensors_lie_at_multiples_of_64_in_order():
 
 
 def test_the_region_holds_the_tensors_and_zeros_between_them():
-    held = HeldWeights(0, three_tensors())
+    held = PublishedWeights(0, three_tensors())
     region = whole(held)
     assert region[:10] == bytes([0, 0, 1, 0, 2, 0, 3, 0, 4, 0])
     assert region[10:64] == bytes(54)
@@ -55,9 +55,9 @@ def test_the_region_holds_the_tensors_and_zeros_between_them():
         assert torch.equal(back[name], tensor)
 
 
-async def test_held_weights_stay_what_they_were_when_the_model_learns_on():
+async def test_held_weights_stay_unchanged_when_the_model_learns_on():
     tensors = three_tensors()
-    held = HeldWeights(0, tensors)
+    held = PublishedWeights(0, tensors)
     tensors["a"] += 1
     assert torch.equal((await held.fetch())["a"], three_tensors()["a"])
 
@@ -70,14 +70,14 @@ def test_a_version_in_another_dtype_has_each_sum_rounded_once():
         "n": torch.tensor([[7]]),
         "v": torch.tensor([1 + 2**-8]),
     }
-    held = HeldWeights(3, tensors, {"b": lambda: torch.tensor([[2**-8]])}, dtype=torch.bfloat16)
+    held = PublishedWeights(3, tensors, {"b": lambda: torch.tensor([[2**-8]])}, dtype=torch.bfloat16)
     cast = {
         "a": torch.tensor([[1.0]]).bfloat16(),
         "b": torch.tensor([[1.0078125]]).bfloat16(),
         "n": torch.tensor([[7]]),
         "v": torch.tensor([1 + 2**-8]),
     }
-    assert held.holding.digest == HeldWeights(3, cast).holding.digest
+    assert held.holding.digest == PublishedWeights(3, cast).holding.digest
 
 
 @pytest.mark.parametrize("buffer_bytes", [1, 7, 64, 1000])
@@ -117,22 +117,22 @@ def test_loading_copies_each_tensor_in_the_dtype_of_its_place(buffer_bytes: int)
 
 
 @pytest.mark.gpu
-async def test_a_version_of_a_gpus_tensors_is_that_of_the_cpus_and_comes_back_as_it_was():
+async def test_a_version_of_gpu_tensors_equals_the_cpus_and_comes_back():
     """More bytes than both buffers; bases are cast after their delta was added."""
     generator = torch.Generator().manual_seed(0)
     sizes = {"a": 3 * BUFFER_BYTES // 4 + 5, "b": 1000, "c": BUFFER_BYTES, "d": 1, "e": BUFFER_BYTES // 8}
     tensors = {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
     on_gpu = {name: tensor.cuda() for name, tensor in tensors.items()}
     for dtype in (None, torch.bfloat16):
-        theirs = HeldWeights(1, on_gpu, {"b": lambda: torch.ones(1000).cuda()}, dtype=dtype).holding
-        mine = HeldWeights(1, tensors, {"b": lambda: torch.ones(1000)}, dtype=dtype).holding
+        theirs = PublishedWeights(1, on_gpu, {"b": lambda: torch.ones(1000).cuda()}, dtype=dtype).holding
+        mine = PublishedWeights(1, tensors, {"b": lambda: torch.ones(1000)}, dtype=dtype).holding
         assert theirs.digest == mine.digest
     came = {name: torch.zeros_like(tensor) for name, tensor in on_gpu.items()}
-    load(await HeldWeights(1, on_gpu).fetch(), came, torch.device("cuda"))
+    load(await PublishedWeights(1, on_gpu).fetch(), came, torch.device("cuda"))
     assert all(torch.equal(tensor, on_gpu[name]) for name, tensor in came.items())
 
 
-def test_float32_fits_an_engine_of_a_smaller_dtype_and_never_the_other_way():
+def test_float32_fits_a_smaller_engine_dtype_but_not_vice_versa():
     single, half = (
         {"a": torch.zeros(2, dtype=dtype, device="meta")} for dtype in (torch.float32, torch.bfloat16)
     )
@@ -143,14 +143,14 @@ def test_float32_fits_an_engine_of_a_smaller_dtype_and_never_the_other_way():
 
 
 def test_a_digest_names_version_and_every_bit():
-    digests = {HeldWeights(version, three_tensors()).holding.digest for version in (1, 1, 2)}
+    digests = {PublishedWeights(version, three_tensors()).holding.digest for version in (1, 1, 2)}
     other = three_tensors() | {"c": torch.tensor(8, dtype=torch.uint8)}
     assert len(digests) == 2
-    assert HeldWeights(1, other).holding.digest not in digests
+    assert PublishedWeights(1, other).holding.digest not in digests
 
 
-def test_pieces_are_verified_one_by_one_up_to_the_first_that_differs():
-    held = HeldWeights(0, {"a": torch.arange(10 * MIB, dtype=torch.uint8)}).holding
+def test_pieces_are_verified_in_order_up_to_the_first_bad_one():
+    held = PublishedWeights(0, {"a": torch.arange(10 * MIB, dtype=torch.uint8)}).holding
     assert len(held.manifest.piece_checksums) == 3
     held.num_verified = 0
     assert [held.verified_until(end) for end in (4 * MIB - 1, 4 * MIB, 9 * MIB, 10 * MIB)] == [
@@ -164,8 +164,8 @@ def test_pieces_are_verified_one_by_one_up_to_the_first_that_differs():
 
 
 def test_no_tensors_and_empty_tensors_are_versions_too():
-    assert whole(HeldWeights(0, {})) == b""
-    held = HeldWeights(0, {"a": torch.zeros(0, 3), "b": torch.ones(1), "c": torch.zeros(0)})
+    assert whole(PublishedWeights(0, {})) == b""
+    held = PublishedWeights(0, {"a": torch.zeros(0, 3), "b": torch.ones(1), "c": torch.zeros(0)})
     check_manifest(held.holding.manifest, 0)
     back = unpack(held.holding.manifest, torch.frombuffer(bytearray(whole(held)), dtype=torch.uint8))
     assert [list(tensor.shape) for tensor in back.values()] == [[0, 3], [1], [0]]
@@ -190,7 +190,7 @@ def test_no_tensors_and_empty_tensors_are_versions_too():
     ],
 )
 def test_a_manifest_that_does_not_add_up_is_refused(lie: Callable[[WeightManifest], None], message: str):
-    manifest = HeldWeights(4, three_tensors()).holding.manifest
+    manifest = PublishedWeights(4, three_tensors()).holding.manifest
     lie(manifest)
     data = manifest.SerializeToString()
     with pytest.raises(WeightsUnavailable, match=message):
@@ -198,7 +198,7 @@ def test_a_manifest_that_does_not_add_up_is_refused(lie: Callable[[WeightManifes
 
 
 def test_a_manifest_of_another_digest_or_none_at_all_is_refused():
-    data = HeldWeights(4, three_tensors()).holding.serialized
+    data = PublishedWeights(4, three_tensors()).holding.serialized
     with pytest.raises(WeightsUnavailable, match="another digest"):
         read_manifest(data, 4, digest_of(data + b" "))
     huge = bytes((16 << 20) + 1)
@@ -218,7 +218,7 @@ def test_a_manifest_of_another_digest_or_none_at_all_is_refused():
     ],
     ids=["8 M tensors", "fields", "axes", "axes in parts"],
 )
-def test_a_manifest_of_more_parts_than_any_model_is_refused_before_it_is_parsed(
+def test_a_manifest_of_too_many_parts_is_refused_before_parsing(
     data: bytes, message: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delattr(manifest_module, "WeightManifest")  # what would parse it
@@ -226,7 +226,7 @@ def test_a_manifest_of_more_parts_than_any_model_is_refused_before_it_is_parsed(
         read_manifest(data, 4, digest_of(data))
 
 
-def test_a_manifest_of_as_many_tensors_and_axes_as_are_accepted_is_read():
+def test_a_manifest_at_the_limits_of_tensors_and_axes_is_read():
     manifest = WeightManifest(version=4, piece_bytes=1 << 22)
     for number in range(MAX_WEIGHTS):
         axes = [0] * MAX_WEIGHT_AXES if number < 3 else [0]

@@ -83,7 +83,7 @@ def test_a_batch_without_columns_or_rows_survives():
 
 @pytest.mark.parametrize("dtype", ["?", "i1", "u2", ">i4", "i8", "f2", "f4", "f8"])
 @pytest.mark.parametrize("shape", [(4, 3), (2, 3, 2), (3, 0), (0, 5), (1, 1, 1, 1)])
-def test_a_numpy_column_of_several_axes_keeps_dtype_shape_and_bits(dtype: str, shape: tuple[int, ...]):
+def test_a_multi_axis_numpy_column_keeps_dtype_shape_and_bits(dtype: str, shape: tuple[int, ...]):
     cells = np.arange(np.prod(shape)).reshape(shape).astype(dtype)
     batch = DataProto.from_dict({}, {"c": cells, "text": ["x"] * shape[0]})
     back = load(dump(batch))["c"]
@@ -107,7 +107,7 @@ def test_a_batch_of_rows_without_columns_keeps_their_number():
 # -------------------------------------------------------------------------------- few bytes
 
 
-def test_a_ppo_batch_filled_to_39_percent_takes_a_fifth_of_its_bytes():
+def test_a_ppo_batch_39_percent_full_takes_a_fifth_of_its_bytes():
     batch = ppo_batch()
     filled = batch["attention_mask"].float().mean().item()
     assert filled == pytest.approx(0.39, abs=0.03)
@@ -247,7 +247,7 @@ def test_integers_take_the_narrowest_type_that_holds_them_all(low: int, high: in
     assert_same(load(dump(batch)), batch)
 
 
-def test_a_batch_that_would_unpack_to_far_more_than_it_sends_is_sent_with_its_padding():
+def test_a_batch_that_unpacks_to_far_more_is_sent_with_padding():
     batch = DataProto({"x": torch.zeros(1 << 20, 20)})  # 80 MiB of one value
     assert layout(batch, "x") == "DENSE"
     assert_same(load(dump(batch)), batch)
@@ -261,7 +261,7 @@ def test_tensors_start_on_64_byte_boundaries():
     assert [tensor.data_ptr() % 64 for tensor in back.tensors.values()] == [0, 0]
 
 
-def test_a_dense_tensor_is_sent_from_its_own_memory_and_read_in_place():
+def test_a_dense_tensor_is_sent_and_read_without_a_copy():
     batch = DataProto({"x": torch.randn(64, 64)})
     encoded = encode(batch)
     (buffer,) = encoded.buffers
@@ -285,7 +285,7 @@ def test_generated_code_reads_what_is_written_by_hand():
     assert [spec.name for spec in frame.header.tensors] == ["x"]
 
 
-def test_frames_of_generated_code_are_read_by_the_hand_written_reader():
+def test_the_hand_written_reader_reads_frames_of_generated_code():
     batch = DataProto.from_dict({"x": torch.randn(4, 4)}, {"c": ["a", "b", "c", "d"]})
     frame = Frame.FromString(dump(batch))
     assert_same(load(frame.SerializeToString()), batch)

@@ -14,8 +14,8 @@ from wire_batches import DTYPES, assert_same
 
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
+from rolemesh.wire.arrow_columns import SLICE
 from rolemesh.wire.codec import dump, load
-from rolemesh.wire.columns import SLICE
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ class Text(str):
         "10**5000",
     ],
 )
-def test_a_cell_without_a_place_in_json_is_named_with_column_row_and_type(cell: Any, message: str):
+def test_a_cell_not_in_json_error_names_column_row_and_type(cell: Any, message: str):
     column = np.fromiter(["fine", cell], dtype=object, count=2)
     with pytest.raises(InvalidBatch, match=message):
         dump(DataProto.from_dict(non_tensors={"c": column}))

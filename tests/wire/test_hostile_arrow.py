@@ -17,7 +17,7 @@ from rolemesh.errors import InvalidBatch
 from rolemesh.wire.codec import load
 
 
-def test_cells_of_several_axes_are_read_from_where_the_first_begins():
+def test_multi_axis_cells_are_read_from_the_first_ones_offset():
     """Offsets 4, 8 and 12: the first four bytes are no cell's."""
     valid = arrow([record(pa.array([b"1234", b"5678xxxx"], pa.large_binary()), "array:int32:1")])
     true, moved = np.array([0, 4, 12], "<i8").tobytes(), np.array([4, 8, 12], "<i8").tobytes()

@@ -26,9 +26,8 @@ def exposed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=[f"{case.kind} to {case.place}" for case in CASES])
-async def test_while_a_message_is_refused_health_is_answered_and_memory_rises_four_times_its_size(
-    case: Case, exposed: Target
-):
+async def test_a_refused_message_leaves_health_live_and_memory_bounded(case: Case, exposed: Target):
+    """Health is answered meanwhile, and memory rises by four times the message's size at most."""
     for _ in range(ATTEMPTS):
         outcome = await exposed.expose_to(case)
         assert outcome.answer.startswith("INVALID_ARGUMENT"), outcome

@@ -51,7 +51,7 @@ def test_spans_are_the_same_where_width_starts_and_lengths_are() -> None:
     assert not one.same_as(spans([1, 2], [3, 4], width=9))
 
 
-def test_spans_cover_others_that_begin_no_sooner_and_end_no_later() -> None:
+def test_spans_cover_others_that_lie_within_them() -> None:
     one = spans([1, 2], [3, 4])
     for within in ([1, 2], [3, 4]), ([2, 2], [2, 4]), ([1, 2], [2, 3]), ([0, 2], [0, 4]), ([0, 0], [0, 0]):
         assert one.covers(spans(*within)), within
@@ -61,7 +61,8 @@ def test_spans_cover_others_that_begin_no_sooner_and_end_no_later() -> None:
     assert not one.covers(spans([1, 2], [3, 4], width=9))
 
 
-def test_equal_masks_of_any_dtype_have_one_object_of_spans_and_others_their_own() -> None:
+def test_equal_masks_of_any_dtype_share_one_spans_object() -> None:
+    """Other masks have their own."""
     one, lengths, starts = mask([1, 2], [3, 4], 16), mask([1, 2], [3, 5], 16), mask([1, 3], [3, 4], 16)
     found = packed(a=one, b=one.long(), c=lengths, d=starts)
     assert found["a"].spans is found["b"].spans
@@ -96,7 +97,7 @@ def test_spans_of_a_mask_have_to_save_an_eighth_too(held: int, layout: str) -> N
 
 
 @pytest.mark.parametrize(("own", "shared"), [(18, True), (10, False)])
-def test_a_column_takes_the_masks_spans_unless_its_own_are_fewer_bytes(own: int, shared: bool) -> None:
+def test_a_column_takes_the_masks_spans_unless_its_own_are_less(own: int, shared: bool) -> None:
     """Of 4 bytes: 20 held by the nearer mask are 80 a row; 18 of its own and their span as many; 10 are 48."""
     wide, near = mask([0] * 4, [40] * 4, 64), mask([0] * 4, [20] * 4, 64)
     column = torch.arange(1.0, 4 * 64 + 1).reshape(4, 64).where(mask([1] * 4, [own] * 4, 64), 0.0)
@@ -180,7 +181,7 @@ def test_positions_are_those_of_any_mask_before_them() -> None:
     assert found["positions"].spans is found["other"].spans
 
 
-def test_positions_count_to_the_greatest_number_of_their_type_and_no_further() -> None:
+def test_positions_count_no_further_than_their_dtype_can() -> None:
     shown = mask([0, 0], [256, 2], 300)
     positions = (shown.long().cumsum(1) - 1).clamp(min=0).to(torch.uint8)
     found = packed(mask=shown, positions=positions)["positions"]

@@ -27,7 +27,7 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
 from rolemesh.v1 import data_pb2
 from rolemesh.v1.frame_pb2 import FrameHeader
-from rolemesh.wire.carrier import Terms
+from rolemesh.wire.carrier import ReceiveConditions
 from rolemesh.wire.codec import dump, encode, load
 from rolemesh.wire.frame import join_frame
 from rolemesh.wire.streams import receive, receive_batches
@@ -172,11 +172,11 @@ async def test_batches_that_follow_one_another_are_taken_apart():
         [batch async for batch in receive_batches(stream(*messages[:2]))]
 
 
-async def test_a_batch_above_the_receivers_limit_is_refused_at_its_header():
+async def test_a_batch_above_the_receivers_limit_fails_at_its_header():
     batch = DataProto({"x": torch.randn(1 << 16)})
-    assert len(await receive(stream(*await frames(batch)), Terms(max_bytes=1 << 18))) == 1 << 16
+    assert len(await receive(stream(*await frames(batch)), ReceiveConditions(max_bytes=1 << 18))) == 1 << 16
     with pytest.raises(InvalidBatch, match="at most 262143 are accepted"):
-        await receive(stream(*await frames(batch)), Terms(max_bytes=(1 << 18) - 1))
+        await receive(stream(*await frames(batch)), ReceiveConditions(max_bytes=(1 << 18) - 1))
 
 
 # -------------------------------------------------------------------------------------- fuzz
@@ -223,7 +223,7 @@ def test_a_mutated_batch_is_read_or_refused(mutations: list[tuple[str, int, int,
 
 @settings(max_examples=300, deadline=None)
 @given(MUTATIONS)
-def test_a_mutated_header_over_the_right_bytes_is_read_or_refused(mutations: list[tuple[str, int, int, bytes]]):
+def test_a_mutated_header_over_valid_bytes_is_read_or_refused(mutations: list[tuple[str, int, int, bytes]]):
     encoded = encode(step_batch())
     header = mutate(encoded.header, [(k, a % len(encoded.header), b, raw) for k, a, b, raw in mutations])
     with contextlib.suppress(InvalidBatch):
@@ -237,7 +237,8 @@ def test_random_bytes_are_refused(data: bytes):
         load(data)
 
 
-def test_a_batch_that_is_changed_along_its_structure_keeps_to_a_budget_of_time_and_memory():
+def test_a_structurally_mutated_batch_keeps_to_its_budget():
+    """The budget is of time and memory."""
     checked, accepted = fuzz_wire.run(seed=1, most=400, seconds=120)
     assert checked == 400
     assert 20 < accepted < 200

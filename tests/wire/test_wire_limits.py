@@ -45,7 +45,8 @@ def with_arrow(data: bytes, num_rows: int) -> bytes:
 # -------------------------------------------------------------------------------- what is documented
 
 
-def test_the_table_of_the_documentation_has_every_limit_with_its_number_and_no_other():
+def test_the_documented_table_has_exactly_the_limits():
+    """Every limit with its number, and no other."""
     text = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
     table = text.split("### Limits\n")[1].split("\nA JSON value is")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if "|" in line][2:]
@@ -148,7 +149,8 @@ TOO_MUCH: dict[str, tuple[Callable[[], DataProto], Callable[[], DataProto], str]
 
 
 @pytest.mark.parametrize("limit", TOO_MUCH)
-def test_a_sender_refuses_by_name_what_is_one_above_a_limit_and_a_receiver_takes_the_limit(limit: str):
+def test_a_sender_refuses_one_above_a_limit_by_name(limit: str):
+    """A receiver takes the limit itself."""
     at_most, beyond, message = TOO_MUCH[limit]
     assert len(load(dump(at_most()))) == len(at_most())
     with pytest.raises(InvalidBatch, match=message):
@@ -215,7 +217,7 @@ def test_a_shape_that_could_not_be_sent_again_is_refused():
     assert load(dump(load(join_frame(header.SerializeToString(), [], 0))))["x"].shape == (0, 1 << 20)
 
 
-def test_rows_that_spans_save_nothing_on_are_sent_dense_and_refused_otherwise():
+def test_rows_that_spans_do_not_shrink_are_sent_dense_or_refused():
     header = FrameHeader(num_rows=1, meta_json="{}", region_bytes=8)
     header.spans.add(num_bytes=8)
     spec = header.tensors.add(name="m", layout=data_pb2.LAYOUT_MASK, shape=[1, 8])
@@ -297,7 +299,8 @@ def test_a_claim_above_the_limit_is_refused_by_its_header_alone():
     assert load(allowed)["c7"].sum() == 96 << 18
 
 
-def test_a_sender_that_would_claim_too_much_sends_the_smallest_columns_with_their_padding():
+def test_a_sender_claiming_too_much_sends_small_columns_padded():
+    """The smallest columns keep their padding."""
     mask = torch.arange(1 << 15) < torch.full((1024, 1), 3)
     batch = DataProto({"wide": mask.long(), "narrow": mask})  # 256 and 32 MiB of 8 KiB
     specs = FrameHeader.FromString(encode(batch).header).tensors
@@ -306,7 +309,8 @@ def test_a_sender_that_would_claim_too_much_sends_the_smallest_columns_with_thei
     assert all(torch.equal(back[name], batch[name]) for name in batch.columns)
 
 
-async def test_a_batch_that_unpacks_to_much_is_decoded_while_the_event_loop_goes_on():
+async def test_decoding_a_much_packed_batch_does_not_block_the_loop():
+    """The event loop goes on meanwhile."""
     blob, claimed = claiming(1 << 18, 96, data_pb2.LAYOUT_MASK, 8)
     data = split_frame(blob)[0]
     assert data is not None
@@ -352,7 +356,7 @@ print("within the bound")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_unpacking_takes_the_columns_and_the_region_and_16_mebibytes():
+def test_unpacking_takes_columns_region_and_16_mebibytes():
     done = subprocess.run(
         [sys.executable, "-c", PEAK],
         cwd=Path(__file__).parents[2],

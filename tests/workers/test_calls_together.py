@@ -60,7 +60,7 @@ async def test_bits_do_not_depend_on_who_waits_beside(tiny_model: Path, role: st
         held.set()
         assert release.wait(60)
 
-    holding = worker.seat.thread.submit(hold)
+    holding = worker.worker_context.thread.submit(hold)
     assert await asyncio.to_thread(held.wait, 60)
     calls = [asyncio.create_task(call(piece)) for piece in pieces]
     await asyncio.sleep(0)  # each comes as far as the thread

@@ -12,12 +12,12 @@ from prometheus_client import REGISTRY
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
 from rolemesh.models.micro_batches import IS_FILLER, MicroBatches
-from rolemesh.ranks.orders import Command
+from rolemesh.ranks.executor import Command
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.telemetry.logs import shown
-from rolemesh.workers.commands import Deal, command, command_of
+from rolemesh.workers.commands import ShardedBatch, command_of, on_all_ranks
 from rolemesh.workers.local import LocalWorker
-from rolemesh.workers.seat import ComputingThread, Seat
+from rolemesh.workers.worker_context import ComputingThread, WorkerContext
 
 
 def test_a_batch_that_is_dealt_and_joined_is_the_same_batch() -> None:
@@ -33,20 +33,20 @@ def test_a_batch_that_is_dealt_and_joined_is_the_same_batch() -> None:
                 "response_mask": mask[:, 1:].bool(),
             }
         )
-        dealt = Deal.of(batch, MicroBatches(2, None, True, True), Ranks(0, num_ranks), entropy=True)
+        dealt = ShardedBatch.of(batch, MicroBatches(2, None, True, True), Ranks(0, num_ranks), entropy=True)
         assert len(dealt.parts) == len(dealt.rows) == num_ranks
         for part, rows in zip(dealt.parts, dealt.rows, strict=True):
             assert part.meta_info["entropy"]
             assert bool(part.meta_info.get(IS_FILLER)) == (len(rows) == 0)
             assert len(part) == max(1, len(rows))
         answers = [DataProto({"first": part["input_ids"][:, 0]}) for part in dealt.parts]
-        assert dealt.join(answers)["first"].tolist() == list(range(count))
+        assert dealt.gather(answers)["first"].tolist() == list(range(count))
 
 
 class Doubling(LocalWorker):
     """A worker with a command and a method that is none."""
 
-    @command
+    @on_all_ranks
     def doubled(self, part: DataProto) -> DataProto:
         return DataProto({"twice": 2 * part["x"]})
 
@@ -59,14 +59,14 @@ class InTurn:
 
     size = 2
 
-    def give(self, name: str, command: Command, parts: Sequence[DataProto]) -> list[DataProto]:
+    def run(self, name: str, command: Command, parts: Sequence[DataProto]) -> list[DataProto]:
         return [command(part) for part in parts]
 
 
 class Counting(LocalWorker):
-    @command
+    @on_all_ranks
     def count(self, part: DataProto) -> DataProto:
-        with self.seat.ranks.clock.running(part["attention_mask"]):
+        with self.worker_context.ranks.clock.running(part["attention_mask"]):
             return DataProto({"tokens": part["attention_mask"].sum(1)}, meta_info={"own": 1})
 
 
@@ -76,15 +76,17 @@ def sample(name: str, rank: int) -> float:
     )
 
 
-def test_tokens_of_all_ranks_are_those_of_the_batch_and_no_filler_counts() -> None:
+def test_all_ranks_tokens_are_the_batchs_without_filler() -> None:
     """30 and 10 tokens: the busiest rank has 1.5 times the mean."""
-    worker = Counting("counting", Seat(ComputingThread("counting"), ranks=Ranks(0, 2), orders=InTurn()))
+    worker = Counting(
+        "counting", WorkerContext(ComputingThread("counting"), ranks=Ranks(0, 2), executor=InTurn())
+    )
     mask = torch.zeros(2, 40, dtype=torch.long)
     mask[0, :30], mask[1, :10] = 1, 1
-    dealt = Deal.evenly(DataProto({"attention_mask": mask}), Ranks(0, 2))
+    dealt = ShardedBatch.evenly(DataProto({"attention_mask": mask}), Ranks(0, 2))
     answers = worker.count(dealt.parts)
     assert [answer.meta_info for answer in answers] == [{"own": 1}] * 2
-    assert dealt.join(answers)["tokens"].tolist() == [30, 10]
+    assert dealt.gather(answers)["tokens"].tolist() == [30, 10]
     assert [sample("tokens", rank) for rank in (0, 1)] == [30, 10]
     for rank in (0, 1):
         assert 0 < sample("collective_seconds", rank) <= sample("seconds", rank)
@@ -92,14 +94,16 @@ def test_tokens_of_all_ranks_are_those_of_the_batch_and_no_filler_counts() -> No
     assert metrics["perf/imbalance/counting"] == 1.5
     assert metrics["timing_s/collectives/counting"] > 0
     assert worker.loads.take() == {}
-    worker.count(Deal.evenly(DataProto({"attention_mask": mask[:1]}), Ranks(0, 2)).parts)
+    worker.count(ShardedBatch.evenly(DataProto({"attention_mask": mask[:1]}), Ranks(0, 2)).parts)
     assert [sample("tokens", rank) for rank in (0, 1)] == [60, 10]
     assert worker.loads.take()["perf/imbalance/counting"] == 2
     worker.close()
 
 
-def test_the_log_of_a_command_that_failed_has_a_line_for_each_of_its_calls() -> None:
-    worker = Counting("failing", Seat(ComputingThread("failing"), ranks=Ranks(0, 2), orders=InTurn()))
+def test_a_failed_commands_log_has_a_line_for_each_of_its_calls() -> None:
+    worker = Counting(
+        "failing", WorkerContext(ComputingThread("failing"), ranks=Ranks(0, 2), executor=InTurn())
+    )
     with pytest.raises(InvalidBatch) as failure:
         worker.count([DataProto()])
     lines = shown(failure.value).split("\n")
@@ -117,7 +121,7 @@ def test_a_role_of_one_rank_counts_nothing() -> None:
     worker.close()
 
 
-def test_alone_a_command_is_a_call_and_other_ranks_run_commands_only() -> None:
+def test_a_lone_command_is_a_call_and_ranks_run_only_commands() -> None:
     worker = Doubling("actor")
     part = DataProto({"x": torch.tensor([1, 2])})
     [answer] = worker.doubled([part])

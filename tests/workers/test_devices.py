@@ -29,11 +29,11 @@ def machine(root: Path, *files: str, module: str = "") -> Path:
 
 
 @pytest.mark.parametrize("module", KERNEL_MODULES)
-def test_the_version_of_the_driver_is_read_from_either_kernel_module(module: str, tmp_path: Path) -> None:
+def test_the_driver_version_is_read_from_either_kernel_module(module: str, tmp_path: Path) -> None:
     assert driver_version(machine(tmp_path, module=module)) == KERNEL_MODULES[module]
 
 
-def test_the_error_of_a_gpu_that_cuda_cannot_use_names_both_drivers(tmp_path: Path) -> None:
+def test_the_error_of_an_unusable_gpu_names_both_drivers(tmp_path: Path) -> None:
     module = next(iter(KERNEL_MODULES))
     why = why_unusable({}, machine(tmp_path, "nvidia0", "nvidia10", "nvidiactl", module=module))
     assert "(/dev/nvidia0, /dev/nvidia10)" in why

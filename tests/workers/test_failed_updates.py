@@ -26,17 +26,17 @@ from rolemesh.config.base import merge
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import RoleFailed, RolemeshError, UpdateFailed
-from rolemesh.ranks.following import follow
-from rolemesh.ranks.leading import Leader
-from rolemesh.ranks.orders import Command
+from rolemesh.ranks.executor import Command
+from rolemesh.ranks.follower import follow
+from rolemesh.ranks.leader import Leader
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.rendezvous import Rendezvous
 from rolemesh.ranks.sharding import local
 from rolemesh.services.actor.worker import ActorWorker
 from rolemesh.services.critic.worker import CriticWorker
-from rolemesh.training import loop
+from rolemesh.training import update_loop
 from rolemesh.workers.commands import command_of
-from rolemesh.workers.seat import ComputingThread, Seat
+from rolemesh.workers.worker_context import ComputingThread, WorkerContext
 
 WORKERS: dict[str, Callable[..., Any]] = {"actor": ActorWorker, "critic": CriticWorker}
 ROWS = 8
@@ -163,7 +163,7 @@ def places(operations: Sequence[str], begun: bool, everywhere: bool) -> set[int]
 
 
 @pytest.mark.parametrize("case", CASES)
-async def test_after_a_failure_anywhere_a_loaded_worker_trains_as_an_untouched_one(
+async def test_a_worker_loaded_after_a_failure_trains_as_a_fresh_one(
     case: str, two_layers: Path, tmp_path: Path
 ) -> None:
     """Whether a checkpoint is loaded, or the initial state."""
@@ -233,11 +233,11 @@ async def test_a_step_whose_moments_could_not_be_moved_is_undone(
     assert same(everything(worker), everything(untouched))
 
 
-def test_a_torch_that_cannot_reset_shards_says_so_after_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_cannot_reset_shards_is_named_after_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plain module stands for the sharded one of torch 2.11."""
-    monkeypatch.setattr(loop, "FSDPModule", torch.nn.Linear)
+    monkeypatch.setattr(update_loop, "FSDPModule", torch.nn.Linear)
     with pytest.raises(RuntimeError, match=r"UpdateFailed: nan; torch \S+ cannot go on with sharded weights"):
-        loop._abandon(torch.nn.Linear(1, 1), UpdateFailed("nan"))
+        update_loop._abandon(torch.nn.Linear(1, 1), UpdateFailed("nan"))
 
 
 # ----------------------------------------------------------------------------------- on two ranks
@@ -330,13 +330,13 @@ def survive_on_ranks(ranks: Ranks, directory: Path, model: Path) -> None:
     rendezvous = Rendezvous.of(os.environ)
     names = [f"{case}, {which}" for case in ON_RANKS for which in ("failing", "untouched")]
     threads = {name: ComputingThread(name) for name in names}
-    seats = {name: Seat(threads[name], ranks=Ranks.of_process("cpu")) for name in names}
+    worker_contexts = {name: WorkerContext(threads[name], ranks=Ranks.of_process("cpu")) for name in names}
     workers: dict[str, Any] = {}
     for name in names:
         role, sections = ON_RANKS[name.rpartition(",")[0]]
         two_steps = {role: {"ppo_mini_batch_size": 6}, "data": {"train_batch_size": 12}}
         job = job_of(model, directory / name / str(ranks.rank), merge(two_steps, sections))
-        workers[name] = threads[name].submit(WORKERS[role], job, seats[name]).result()
+        workers[name] = threads[name].submit(WORKERS[role], job, worker_contexts[name]).result()
         if "failing" in name:
             Poison(workers[name])
 
@@ -348,7 +348,7 @@ def survive_on_ranks(ranks: Ranks, directory: Path, model: Path) -> None:
         await leader.start()
         await leader.gather()
         for name in names:
-            object.__setattr__(seats[name], "orders", leader.orders(name))
+            object.__setattr__(worker_contexts[name], "executor", leader.executor(name))
         for case in ON_RANKS:
             ways = EVERY_WAY if case == "plain" else FEW_WAYS
             await survive(workers[f"{case}, failing"], workers[f"{case}, untouched"], ways)
@@ -367,7 +367,5 @@ def survive_on_ranks(ranks: Ranks, directory: Path, model: Path) -> None:
         assert same(everything(failing), everything(untouched)), case
 
 
-def test_after_a_failure_of_all_ranks_loaded_ones_train_as_untouched_ones(
-    two_layers: Path, tmp_path: Path
-) -> None:
+def test_ranks_loaded_after_a_common_failure_train_as_fresh_ones(two_layers: Path, tmp_path: Path) -> None:
     on_ranks(2, survive_on_ranks, tmp_path, two_layers)

@@ -33,7 +33,7 @@ from rolemesh.rpc.calling.clients import (
 from rolemesh.services.processes import serve
 from rolemesh.services.processes.serve import group_server, load_group
 from rolemesh.workers.local import LocalWorker
-from rolemesh.workers.parking import Parking
+from rolemesh.workers.offloading import Offloader
 
 PROMPT, RESPONSE = 6, 10
 
@@ -122,7 +122,7 @@ async def test_a_group_answers_on_one_port_as_each_of_its_roles(job: JobConfig, 
         assert 'rolemesh_lease_switch_bytes_total{direction="in",role="actor"}' in page
 
 
-async def test_a_reader_of_a_stream_may_wait_for_other_roles_of_its_group_meanwhile(job: JobConfig) -> None:
+async def test_a_stream_reader_may_wait_for_other_roles_of_its_group(job: JobConfig) -> None:
     """They wait for the stream's end, and the stream does not wait for its reader."""
     batch, seen = sequence_batch(4), []
     async with (
@@ -164,7 +164,7 @@ async def test_a_reward_without_a_model_takes_nobodys_place(tiny_model: Path, tm
         assert num_switches() == before
 
 
-async def test_weights_pass_from_actor_to_rollout_in_one_group_and_in_two(job: JobConfig) -> None:
+async def test_weights_reach_the_rollout_in_one_group_and_in_two(job: JobConfig) -> None:
     async def generated(actor: Any, rollout: Any) -> torch.Tensor:
         await actor.update(sequence_batch(4))
         await rollout.update_weights(await actor.publish_weights(1))
@@ -187,7 +187,7 @@ async def test_weights_pass_from_actor_to_rollout_in_one_group_and_in_two(job: J
     assert torch.equal(together, apart)
 
 
-async def test_a_disk_that_takes_no_tensors_is_an_error_that_says_who_is_where(job: JobConfig) -> None:
+async def test_a_disk_that_takes_no_tensors_error_says_who_is_where(job: JobConfig) -> None:
     async with (
         served_group(["actor", "critic"], job) as address,
         clients(address, job, ActorClient, CriticClient) as (actor, critic),
@@ -204,7 +204,7 @@ async def test_a_disk_that_takes_no_tensors_is_an_error_that_says_who_is_where(j
         await critic.compute_values(sequence_batch(4))
 
 
-async def test_a_process_of_two_roles_never_holds_more_than_one_of_them(
+async def test_a_process_of_two_roles_holds_at_most_one_at_a_time(
     job: JobConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What each role's tensors hold, seen whenever one loads, leaves the device or comes back: never two."""
@@ -212,17 +212,17 @@ async def test_a_process_of_two_roles_never_holds_more_than_one_of_them(
     seen: list[dict[str, int]] = []
 
     def held() -> dict[str, int]:
-        parkings = {role: worker.parking for role, worker in workers.items()}
+        parkings = {role: worker.offloader for role, worker in workers.items()}
         return {
-            role: sum(tensor.untyped_storage().nbytes() for tensor in parking._tensors())
-            for role, parking in parkings.items()
-            if parking is not None
+            role: sum(tensor.untyped_storage().nbytes() for tensor in offloader._tensors())
+            for role, offloader in parkings.items()
+            if offloader is not None
         }
 
-    def watched(move: Callable[[Parking], int]) -> Callable[[Parking], int]:
-        def moving(parking: Parking) -> int:
+    def watched(move: Callable[[Offloader], int]) -> Callable[[Offloader], int]:
+        def moving(offloader: Offloader) -> int:
             seen.append(held())
-            moved = move(parking)
+            moved = move(offloader)
             seen.append(held())
             return moved
 
@@ -236,8 +236,8 @@ async def test_a_process_of_two_roles_never_holds_more_than_one_of_them(
         seen.append(held())
         return workers[role], servicers
 
-    monkeypatch.setattr(Parking, "park", watched(Parking.park))
-    monkeypatch.setattr(Parking, "unpark", watched(Parking.unpark))
+    monkeypatch.setattr(Offloader, "offload", watched(Offloader.offload))
+    monkeypatch.setattr(Offloader, "reload", watched(Offloader.reload))
     monkeypatch.setattr(serve, "load_role", loading)
     (critic, reference), _ = await load_group(["critic", "reference"], job)
     try:

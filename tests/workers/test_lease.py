@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from rolemesh.errors import RoleFailed
 from rolemesh.workers.lease import Lease
 from rolemesh.workers.local import LocalWorker, on_worker_thread
-from rolemesh.workers.parking import Parking
-from rolemesh.workers.seat import ComputingThread, Seat
+from rolemesh.workers.offloading import Offloader
+from rolemesh.workers.worker_context import ComputingThread, WorkerContext
 
 ROLES = ("actor", "critic", "rollout")
 FOREVER = float("inf")
@@ -93,7 +93,7 @@ async def group(
         await lease.vacate()
         device.awake.add(role)
         device.check()
-        lease.seat(Sleeper(role, device, num_ticks, (fails or {}).get(role, set())))
+        lease.add(Sleeper(role, device, num_ticks, (fails or {}).get(role, set())))
     device.turns = [ROLES[-1]]
     return lease, device
 
@@ -169,7 +169,7 @@ def test_one_role_at_a_time_and_everybody_in_the_end(calls: list[Call], num_tick
     st.sampled_from([0.0, FOREVER]),
 )
 @settings(max_examples=300, deadline=None)
-def test_a_move_that_fails_fails_the_calls_that_waited_for_it_and_no_others(
+def test_a_failed_move_fails_only_the_calls_that_waited_for_it(
     calls: list[Call], num_ticks: int, fails: dict[str, set[int]], turn_s: float
 ) -> None:
     async def run() -> None:
@@ -205,7 +205,7 @@ def test_an_error_says_who_failed_and_who_is_on_the_device() -> None:
     within(100, run())
 
 
-def test_calls_that_come_during_a_stream_run_after_it_with_one_switch_per_role() -> None:
+def test_calls_during_a_stream_follow_with_one_switch_per_role() -> None:
     """As in a step: chunks are scored as they finish, in any order, some later than the stream ends."""
 
     async def run() -> None:
@@ -220,7 +220,7 @@ def test_calls_that_come_during_a_stream_run_after_it_with_one_switch_per_role()
 
 
 @pytest.mark.parametrize("busy", ROLES)
-def test_a_role_that_never_pauses_starves_nobody_once_its_turn_is_over(busy: str) -> None:
+def test_a_busy_role_starves_no_other_once_its_turn_is_over(busy: str) -> None:
     async def run() -> None:
         lease, device = await group(1, turn_s=0.0)
         ended = asyncio.Event()
@@ -252,9 +252,9 @@ class Adder(LocalWorker):
     """Adds to its tensor on its thread, and notes when."""
 
     def __init__(self, role: str, lease: Lease, directory: Path, spans: list[tuple[float, float, str]]) -> None:
-        super().__init__(role, Seat(ComputingThread(role), lease))
+        super().__init__(role, WorkerContext(ComputingThread(role), lease))
         self.total, self._spans = torch.zeros(1000), spans
-        self.parking = Parking(lambda: [self.total], torch.device("cpu"), directory)
+        self.offloader = Offloader(lambda: [self.total], torch.device("cpu"), directory)
 
     @on_worker_thread
     def add(self, seconds: float) -> None:
@@ -274,7 +274,7 @@ class Adder(LocalWorker):
 )
 @example([("actor", 0, 1), ("critic", 0, None)])
 @settings(max_examples=25, deadline=None)
-def test_threads_of_two_roles_never_compute_at_once_even_when_callers_go_away(
+def test_threads_of_two_roles_never_overlap_if_callers_leave(
     tmp_path_factory: pytest.TempPathFactory, plan: list[tuple[str, int, int | None]]
 ) -> None:
     """A thread cannot be stopped: what a cancelled caller has begun ends before another role begins."""
@@ -294,7 +294,7 @@ def test_threads_of_two_roles_never_compute_at_once_even_when_callers_go_away(
     async def run() -> None:
         for worker in workers.values():
             await lease.vacate()
-            lease.seat(worker)
+            lease.add(worker)
         await asyncio.gather(*(called(*call) for call in plan))
         for worker in workers.values():
             await worker.add(0)
@@ -306,5 +306,5 @@ def test_threads_of_two_roles_never_compute_at_once_even_when_callers_go_away(
         assert one == other or end <= begin
     for role, worker in workers.items():
         if worker.total.untyped_storage().nbytes() == 0:
-            worker.parking.unpark()
+            worker.offloader.reload()
         assert worker.total.eq(sum(span[2] == role for span in spans)).all()

@@ -19,10 +19,10 @@ from rolemesh.threads import progress
 from rolemesh.workers.broken_device import error_of_device
 from rolemesh.workers.lease import Lease
 from rolemesh.workers.local import LocalWorker, by_rows
-from rolemesh.workers.seat import ComputingThread, Seat
+from rolemesh.workers.worker_context import ComputingThread, WorkerContext
 
 
-def test_a_thread_is_waited_for_while_something_is_in_line_and_at_its_end() -> None:
+def test_a_thread_is_waited_for_while_queued_and_at_its_end() -> None:
     thread, began, go_on = ComputingThread("actor"), threading.Event(), threading.Event()
 
     def hold() -> bool:
@@ -48,8 +48,8 @@ def test_a_thread_is_waited_for_while_something_is_in_line_and_at_its_end() -> N
 class Squarer(LocalWorker):
     """Squares numbers, of which none may be negative; tells how many came at a time."""
 
-    def __init__(self, seat: Seat | None = None) -> None:
-        super().__init__("critic", seat)
+    def __init__(self, worker_context: WorkerContext | None = None) -> None:
+        super().__init__("critic", worker_context)
         self.sizes: list[int] = []
 
     @by_rows
@@ -72,7 +72,7 @@ class Squarer(LocalWorker):
             began.set()
             assert end.wait(60)
 
-        holding = self.seat.thread.submit(hold)
+        holding = self.worker_context.thread.submit(hold)
         try:
             assert await asyncio.to_thread(began.wait, 60)
             yield
@@ -102,7 +102,7 @@ def test_a_thread_is_silent_since_its_last_progress() -> None:
     thread.shutdown()
 
 
-def test_a_broken_device_is_a_lost_role_and_one_that_still_answers_is_not() -> None:
+def test_a_broken_device_is_a_lost_role_and_a_live_one_is_not() -> None:
     """An error that another one led to counts, too."""
     thread = ComputingThread("actor")
 
@@ -128,7 +128,7 @@ def test_a_broken_device_is_a_lost_role_and_one_that_still_answers_is_not() -> N
     thread.shutdown()
 
 
-def test_an_error_that_may_break_a_device_does_if_the_device_no_longer_answers() -> None:
+def test_a_suspect_error_breaks_a_device_that_no_longer_answers() -> None:
     uncertain = torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
     assert error_of_device(uncertain, lambda: False) is uncertain
     assert error_of_device(uncertain, lambda: True) is None
@@ -148,7 +148,7 @@ def test_an_error_that_may_break_a_device_does_if_the_device_no_longer_answers()
         "Triton Error [CUDA]: invalid argument",
     ],
 )
-def test_an_error_of_cudas_libraries_has_no_class_and_counts_if_the_device_no_longer_answers(text: str) -> None:
+def test_a_cuda_library_error_counts_if_the_device_is_silent(text: str) -> None:
     """A kernel that failed before is often reported by the next matrix product."""
     of_library = RuntimeError(text)
     assert error_of_device(of_library, lambda: False) is of_library
@@ -156,7 +156,7 @@ def test_an_error_of_cudas_libraries_has_no_class_and_counts_if_the_device_no_lo
     assert error_of_device(RuntimeError(f"in a plug-in: {text}"), lambda: False) is None
 
 
-def test_an_error_of_nccl_may_be_of_the_device_if_it_names_an_error_of_cuda() -> None:
+def test_an_nccl_error_may_blame_the_device_if_it_names_cudas() -> None:
     """Others are of another rank, or of the network, also if a path or a frame of C++ has the word."""
     for text in ("unhandled cuda error (run with NCCL_DEBUG", "Call to CUDA function failed."):
         failed = dist.DistBackendError(f"NCCL error in: NCCLUtils.cpp:95, {text}")
@@ -178,11 +178,11 @@ async def begun(worker: Squarer, *batches: DataProto) -> list[asyncio.Task[DataP
     """Calls that are in line."""
     calls = [asyncio.create_task(worker.square(batch)) for batch in batches]
     await asyncio.sleep(0)  # each comes as far as the thread
-    assert worker.seat.thread.is_waited_for
+    assert worker.worker_context.thread.is_waited_for
     return calls
 
 
-async def test_calls_that_wait_are_computed_together_and_each_has_its_own_rows() -> None:
+async def test_waiting_calls_are_batched_and_each_gets_its_own_rows() -> None:
     worker = Squarer()
     async with asyncio.timeout(60):
         async with worker.is_busy():
@@ -265,10 +265,10 @@ async def test_calls_that_wait_for_a_turn_are_computed_together() -> None:
             return 0
 
     lease = Lease()
-    worker = Squarer(Seat(ComputingThread("critic"), lease))
-    lease.seat(Staying("critic"))
+    worker = Squarer(WorkerContext(ComputingThread("critic"), lease))
+    lease.add(Staying("critic"))
     await lease.vacate()
-    lease.seat(Staying("rollout"))
+    lease.add(Staying("rollout"))
     async with asyncio.timeout(60):
         async with lease.turn("rollout"):
             calls = [asyncio.create_task(worker.square(numbers(x))) for x in (1, 2, 3)]

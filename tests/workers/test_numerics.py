@@ -17,7 +17,7 @@ from rolemesh.errors import Unsupported
 from rolemesh.models.loading import named_weights
 from rolemesh.services.actor.worker import ActorWorker
 from rolemesh.workers.numerics import allocator_settings, prepare_device
-from rolemesh.workers.seat import ComputingThread
+from rolemesh.workers.worker_context import ComputingThread
 
 GROWS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
@@ -51,14 +51,15 @@ def job_of(**sections: Any) -> JobConfig:
         (["actor"], "hf", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}, {}),
     ],
 )
-def test_segments_grow_where_roles_are_trained_unless_vllm_sleeps_there_or_the_user_says_otherwise(
+def test_segments_expand_where_roles_train_unless_vllm_sleeps(
     roles: Sequence[str], engine: str, environment: dict[str, str], expected: dict[str, str]
 ) -> None:
+    """A setting of the user wins."""
     assert allocator_settings(roles, job_of(rollout={"name": engine}), environment) == expected
 
 
 @pytest.mark.usefixtures("_as_before")
-def test_float32_is_float32_and_one_order_is_what_the_job_asks_for() -> None:
+def test_float32_is_not_tf32_and_determinism_is_the_jobs_choice() -> None:
     torch.set_float32_matmul_precision("high")
     prepare_device(["reference"], job_of())
     assert not torch.backends.cuda.matmul.allow_tf32
@@ -73,9 +74,8 @@ def test_float32_is_float32_and_one_order_is_what_the_job_asks_for() -> None:
 
 
 @pytest.mark.usefixtures("_as_before")
-async def test_an_update_on_a_cpu_has_its_bits_and_a_kernel_without_an_order_is_named(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_a_deterministic_cpu_update_keeps_its_bits(tiny_model: Path, tmp_path: Path) -> None:
+    """A kernel without a fixed order is named."""
     job = job_of(
         data={"train_batch_size": 8, "max_prompt_length": 6, "max_response_length": 10},
         actor={"ppo_mini_batch_size": 8, "model": {"path": str(tiny_model)}},

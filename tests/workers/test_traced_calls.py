@@ -19,8 +19,8 @@ from rolemesh.home import Home
 from rolemesh.telemetry import context as origin
 from rolemesh.workers import traces
 from rolemesh.workers.local import LocalWorker, on_worker_thread
-from rolemesh.workers.seat import ComputingThread, Seat
 from rolemesh.workers.traces import Traces
+from rolemesh.workers.worker_context import ComputingThread, WorkerContext
 
 
 class WatchedTraces(Traces):
@@ -38,14 +38,14 @@ class WatchedTraces(Traces):
 class Adder(LocalWorker):
     def __init__(self, job: JobConfig, role: str) -> None:
         self.watched = WatchedTraces(job, role)
-        super().__init__(role, Seat(ComputingThread(role), traces=self.watched))
+        super().__init__(role, WorkerContext(ComputingThread(role), traces=self.watched))
 
     @on_worker_thread
     def add(self) -> float:
         return float((torch.ones(4) + 1).sum())
 
 
-async def test_a_call_that_is_cancelled_while_it_waits_for_the_profiler_gives_it_back(tmp_path: Path) -> None:
+async def test_a_call_cancelled_while_waiting_gives_the_profiler_back(tmp_path: Path) -> None:
     job = make_job({"trainer": {"default_local_dir": str(tmp_path), "profile_steps": [1]}})
     origin.step.set(1)
     holder, other = Adder(job, "actor"), Adder(job, "critic")
@@ -63,7 +63,7 @@ async def test_a_call_that_is_cancelled_while_it_waits_for_the_profiler_gives_it
     assert sum(event["name"] == "critic.add" for event in trace["traceEvents"]) == 2
 
 
-async def test_a_profiler_that_cannot_be_made_is_free_for_the_next_call(
+async def test_a_profiler_that_cannot_be_made_is_free_for_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = make_job({"trainer": {"default_local_dir": str(tmp_path), "profile_steps": [1]}})
@@ -99,7 +99,7 @@ async def test_a_trace_goes_on_after_one_that_could_not_be_written(
     assert sum(event["name"] == "actor.add" for event in trace["traceEvents"]) == 2
 
 
-async def test_a_trace_is_written_through_no_link_and_a_call_is_answered_without_it(
+async def test_a_trace_follows_no_link_and_its_call_is_answered_anyway(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "foreign").mkdir()

@@ -96,8 +96,8 @@ volumes of yours and the pod's own /tmp and /dev/shm. `at` is empty if there is 
 
 {{/* What a run writes besides what it prepares, as a list in JSON, of (list $ GROUPS): each path as pods see it, its key, and
 `by`, the pods that write it (`of` and `pod`). The run directory is written by the controller and by roles that are trained, that
-park their weights because they share a CPU, or that are profiled. The controller alone writes dumps. `shares`: others read it
-there. `keeps`: it stays when the pod is gone, unlike parked weights. */}}
+offload their weights because they share a CPU, or that are profiled. The controller alone writes dumps. `shares`: others read it
+there. `keeps`: it stays when the pod is gone, unlike offloaded weights. */}}
 {{- define "rlhf-job.written" -}}
 {{- $ := first . }}{{ include "rlhf-job.readPaths" $ }}
 {{- $controller := list (dict "of" "the controller" "pod" (include "rlhf-job.settings" (list $ $.Values.controller 0) | fromJson) "shares" true "keeps" true) }}

@@ -362,7 +362,7 @@ Paths may be anywhere in what a pod reads, as in a variable. Those of keys that 
 {{- $trained := list }}
 {{- range $roles }}{{ if not (has . $stateless) }}{{ $trained = append $trained . }}{{ end }}{{ end }}
 {{- if or $job.trainer.profile_steps (gt (len $roles) 1) $trained }}
-{{- $keys = append $keys "trainer.default_local_dir" }} {{- /* checkpoints, traces, parked weights */}}
+{{- $keys = append $keys "trainer.default_local_dir" }} {{- /* checkpoints, traces, offloaded weights */}}
 {{- end }}
 {{- if and $trained (eq $job.trainer.resume_mode "resume_path") }}{{ $keys = append $keys "trainer.resume_from_path" }}{{ end }}
 {{- $paths := list }}

@@ -24,7 +24,9 @@ from rolemesh.models.packed.layout import Places, Segments
 
 PACKED = "rolemesh_packed"  # the name of packed_attention among transformers' attention functions
 KERNEL_TYPES = (torch.float16, torch.bfloat16)  # supported by varlen_attn
-MAX_HEAD_DIM, HEAD_DIM_STEP = 256, 8  # of varlen_attn: its heads are multiples of the step, up to the maximum
+# of varlen_attn: its heads are multiples of the step, up to the maximum
+MAX_HEAD_DIM = 256
+HEAD_DIM_STEP = 8
 # Heads may share keys and values. torch 2.11 has no such argument; there the kernel shares them unasked.
 KERNEL_OPTIONS: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
@@ -46,7 +48,10 @@ class Take(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, index: Tensor, back: Tensor, none: Tensor | None, again: Tensor, repeated: Tensor
     ) -> Tensor:
-        ctx.back, ctx.none, ctx.again, ctx.repeated = back, none, again, repeated
+        ctx.back = back
+        ctx.none = none
+        ctx.again = again
+        ctx.repeated = repeated
         return x.contiguous().index_select(0, index)
 
     @staticmethod
@@ -123,7 +128,8 @@ def attention_by_row(
     if q.is_cuda and torch.is_autocast_enabled("cuda"):
         q, k, v = (x.to(torch.get_autocast_dtype("cuda")) for x in (q, k, v))
     if segments.rows and q.dtype in KERNEL_TYPES:
-        bounds, longest = segments.bounds, segments.longest
+        bounds = segments.bounds
+        longest = segments.longest
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
         check_heads_fit(q.shape[-1], v.shape[-1])
         q, k, v = (to_places(x, segments.rows) for x in (q, k, v))

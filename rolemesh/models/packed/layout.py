@@ -19,7 +19,8 @@ from rolemesh.ranks.ulysses import Ulysses
 
 SMALLEST_WIDTH = 16  # widths up to 128 are its multiples; beyond, there are four widths per doubling
 # torch's CPU attention kernel sums over blocks of 512 columns, and MKL over up to 384 columns in one piece.
-BLOCK, PIECE = 512, 384
+BLOCK = 512
+PIECE = 384
 
 CPU = torch.device("cpu")
 
@@ -59,8 +60,10 @@ class Places:
         widths = widths[order]
         row = order.repeat(widths)
         offset = np.arange(len(row)) - (widths.cumsum() - widths).repeat(widths)
-        inside, at = offset < lengths[row], np.minimum(offset, lengths[row] - 1)
-        tokens, is_first = table[row, at], inside & new[row, at]
+        inside = offset < lengths[row]
+        at = np.minimum(offset, lengths[row] - 1)
+        tokens = table[row, at]
+        is_first = inside & new[row, at]
         first = np.empty(int(new.sum()), np.int64)
         first[tokens[is_first]] = is_first.nonzero()[0]
         again = (inside & ~is_first).nonzero()[0]
@@ -177,14 +180,18 @@ def tokens_of(keys: Integers, inside: Truths) -> tuple[Integers, Truths]:
     """
     keys = np.ascontiguousarray(keys)
     order = keys.view(np.dtype((np.void, keys.itemsize * keys.shape[1])))[:, 0].argsort(kind="stable")
-    keys, inside = keys[order], inside[order]  # rows with a common prefix are adjacent now
+    # rows with a common prefix are adjacent now
+    keys = keys[order]
+    inside = inside[order]
     alike = np.logical_and.accumulate(keys[1:] == keys[:-1], axis=1)[:, 1:] & inside[1:]
     new = inside.copy()
     new[1:] &= ~alike
     number = new.cumsum().reshape(new.shape) - 1
     owner = np.maximum.accumulate(np.where(new, np.arange(len(new))[:, None], 0), axis=0)
-    table, found = np.empty_like(number), np.empty_like(new)
-    table[order], found[order] = np.take_along_axis(number, owner, axis=0), new
+    table = np.empty_like(number)
+    found = np.empty_like(new)
+    table[order] = np.take_along_axis(number, owner, axis=0)
+    found[order] = new
     return table, found
 
 

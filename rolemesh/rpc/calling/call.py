@@ -14,12 +14,12 @@ from google.protobuf.message import Message
 
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, RoleFailed, RoleTimeout
-from rolemesh.rpc.answers import read_answer
 from rolemesh.rpc.calling.deadlines import Deadline
 from rolemesh.rpc.calling.replica import Replica
 from rolemesh.rpc.contract import Rpc, serializer
-from rolemesh.rpc.errors import from_status
 from rolemesh.rpc.metadata import CALL_KEY, FINGERPRINT_KEY, JOB_KEY, LIFE_KEY, STEP_KEY, TIMELINE_KEY
+from rolemesh.rpc.status_codes import from_status
+from rolemesh.rpc.unary_answers import read_answer
 from rolemesh.telemetry import context as origin
 from rolemesh.telemetry import metrics, timeline
 from rolemesh.wire.streams import send
@@ -36,7 +36,8 @@ class Caller:
 
     def __init__(self, role: str, *, trained: bool) -> None:
         self._role = role
-        self._trained, self._life = trained, ""
+        self._trained = trained
+        self._life = ""
         self.metadata: dict[str, str] = {}  # sent with every call, in addition to job, step and id
 
     async def message(self, rpc: Rpc, replica: Replica, call: Any) -> Message:
@@ -82,7 +83,8 @@ class Caller:
             rpc.path, serializer(rpc.request)
         )  # without a deserializer: answers are parsed by the caller
         broken: list[Exception] = []
-        code, where = grpc.StatusCode.CANCELLED, self.where(rpc, replica)
+        code = grpc.StatusCode.CANCELLED
+        where = self.where(rpc, replica)
         with timeline.recorded(f"{self._role} {replica.address}", self.method(rpc), request) as seen:
             call = start(
                 _frames(request, broken) if isinstance(request, DataProto) else request,

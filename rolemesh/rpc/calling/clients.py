@@ -1,6 +1,6 @@
 """Clients of the roles over gRPC. Each class implements its Protocol of rolemesh/roles.py, like a worker.
 
-Every answer is checked against its method's declaration (rolemesh/validation.py), because servers are not
+Every answer is checked against its method's declaration (rolemesh/batch_validation.py), because servers are not
 trusted: a reward pod runs user code. An answer that does not fit raises RoleFailed.
 
 Create a client with e.g. `RewardClient(addresses, methods(job), timeout_s=job.trainer.rpc_timeout_s)`. Use it
@@ -14,8 +14,9 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar, cast
 
+from rolemesh.batch_validation import BatchValidator
 from rolemesh.catalog.catalog import load
-from rolemesh.catalog.roles import ROLES
+from rolemesh.catalog.role_specs import ROLES
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RolemeshError, RoleTimeout, RoleUnavailable, WeightsUnavailable
 from rolemesh.fingerprint import Fingerprint
@@ -31,9 +32,8 @@ from rolemesh.tasks import gather
 from rolemesh.v1.actor_pb2 import PublishWeightsRequest
 from rolemesh.v1.checkpoint_pb2 import BeginCheckpointRequest, FinishCheckpointRequest, LoadCheckpointRequest
 from rolemesh.v1.rollout_pb2 import UpdateWeightsRequest
-from rolemesh.validation import BatchValidator
 from rolemesh.weights.remote import RemoteWeights
-from rolemesh.weights.source import WeightSource
+from rolemesh.weights.weight_source import WeightSource
 
 T = TypeVar("T")
 MAX_RELAYS = 7  # that a replica may pull a version of the weights from, besides the actor
@@ -82,7 +82,8 @@ class RoleClient:
             check_address(address)
         if len(fixed) > 1 and spec.trained:
             raise InvalidConfig(f"{self.role} has exactly one replica; got {len(fixed)} addresses: {fixed}")
-        self._methods, self._timeout_s = methods, timeout_s
+        self._methods = methods
+        self._timeout_s = timeout_s
         self.pool = ReplicaPool(
             self.role,
             fixed,

@@ -9,16 +9,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 from rolemesh.errors import InvalidConfig
-from rolemesh.kubernetes import Cluster, Expired, Forbidden, Refused, Unreachable
+from rolemesh.kubernetes import ApiRefused, Expired, Forbidden, KubernetesApi, Unreachable
 from rolemesh.rpc.channels import PORT
 
 log = logging.getLogger(__name__)
 
 DNS_EVERY_S = 3.0
 WATCH_S = 60.0  # a watch is restarted after this time, so that a silently dead connection is noticed
-RETRY_S, MAX_RETRY_S = 0.5, 15.0
+RETRY_S = 0.5
+MAX_RETRY_S = 15.0
 # Backoff before members are followed again after an error: doubled each time, up to the maximum.
-FOLLOW_S, MAX_FOLLOW_S = 0.5, 15.0
+FOLLOW_S = 0.5
+MAX_FOLLOW_S = 15.0
 GRAMMAR = "write host:port,host:port or dns:NAME:PORT or kubernetes:SERVICE:PORT"
 
 
@@ -62,14 +64,15 @@ def parse(address: str) -> list[str] | Members:
     name, colon, port = rest.rpartition(":")
     if not (name and colon and PORT.fullmatch(port) and 0 < int(port) < 65536):
         raise InvalidConfig(f"{address!r} is not an address; {GRAMMAR}")
-    return Dns(name, int(port)) if kind == "dns" else Endpoints(name, int(port), Cluster.in_pod())
+    return Dns(name, int(port)) if kind == "dns" else Endpoints(name, int(port), KubernetesApi.in_pod())
 
 
 class Dns:
     """Resolves every address of a name, e.g. a headless Service's, every DNS_EVERY_S seconds."""
 
     def __init__(self, name: str, port: int) -> None:
-        self._name, self._port = name, port
+        self._name = name
+        self._port = port
         self._problem = ""
 
     async def watch(self) -> AsyncIterator[frozenset[str]]:
@@ -105,11 +108,13 @@ class Endpoints:
     Args:
         service: a Service in the pod's own namespace; headless, so that DNS resolves to its pods too.
         port: of each pod.
-        cluster: the API server.
+        api: the API server.
     """
 
-    def __init__(self, service: str, port: int, cluster: Cluster) -> None:
-        self._service, self._port, self._cluster = service, port, cluster
+    def __init__(self, service: str, port: int, api: KubernetesApi) -> None:
+        self._service = service
+        self._port = port
+        self._api = api
         self._slices: dict[str, Mapping[str, Any]] = {}
 
     async def watch(self) -> AsyncIterator[frozenset[str]]:
@@ -117,13 +122,14 @@ class Endpoints:
             async for addresses in self._watch():
                 yield addresses
         except Forbidden as error:
-            name = f"{self._service}.{self._cluster.namespace}.svc"
+            name = f"{self._service}.{self._api.namespace}.svc"
             log.warning("cannot watch endpoints of %s, using DNS name %s: %s", self._service, name, error)
             async for addresses in Dns(name, self._port).watch():
                 yield addresses
 
     async def _watch(self) -> AsyncIterator[frozenset[str]]:
-        version, backoff_s = "", RETRY_S
+        version = ""
+        backoff_s = RETRY_S
         before: frozenset[str] | None = None
         while True:
             try:
@@ -131,22 +137,23 @@ class Endpoints:
                     version = await self._list()
                     if (found := self._addresses()) != before:
                         yield (before := found)
-                async for event in self._cluster.watch(self._path, self._selector, version, WATCH_S):
-                    version, backoff_s = self._take(event), RETRY_S
+                async for event in self._api.watch(self._path, self._selector, version, WATCH_S):
+                    version = self._take(event)
+                    backoff_s = RETRY_S
                     if (found := self._addresses()) != before:
                         yield (before := found)
                 # Every watch ends at some time. The pause protects a server that ends watches at once.
                 await asyncio.sleep(RETRY_S)
             except Expired:  # the server has dropped the events since this version, so list anew
                 version = ""
-            except (Unreachable, Refused) as error:
+            except (Unreachable, ApiRefused) as error:
                 log.warning("%s: %s; retrying in %.1f s", self._service, error, backoff_s)
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, MAX_RETRY_S)
 
     @property
     def _path(self) -> str:
-        return f"/apis/discovery.k8s.io/v1/namespaces/{self._cluster.namespace}/endpointslices"
+        return f"/apis/discovery.k8s.io/v1/namespaces/{self._api.namespace}/endpointslices"
 
     @property
     def _selector(self) -> str:
@@ -154,7 +161,7 @@ class Endpoints:
 
     async def _list(self) -> str:
         """List all EndpointSlices; return the version to watch from."""
-        answer = await self._cluster.list(self._path, self._selector)
+        answer = await self._api.list(self._path, self._selector)
         self._slices = {item["metadata"]["name"]: item for item in answer["items"]}
         version: str = answer["metadata"]["resourceVersion"]
         return version

@@ -24,12 +24,13 @@ from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import Message
 from torch import Tensor
 
+from rolemesh.batch_validation import BatchValidator
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import RoleBusy, RoleFailed, RoleTimeout, RoleUnavailable
-from rolemesh.rpc.batches import answer_terms, check_answer
+from rolemesh.rpc.batches import answer_conditions, check_answer
+from rolemesh.rpc.calling.affinity import ReplicaAffinity
 from rolemesh.rpc.calling.call import Caller
 from rolemesh.rpc.calling.deadlines import Deadline, Deadlines
-from rolemesh.rpc.calling.holders import Holders
 from rolemesh.rpc.calling.pool import ReplicaPool
 from rolemesh.rpc.calling.replica import Replica
 from rolemesh.rpc.contract import Rpc, rpcs
@@ -37,7 +38,6 @@ from rolemesh.tasks import cancel_all, gather
 from rolemesh.telemetry import context as origin
 from rolemesh.telemetry import metrics, timeline
 from rolemesh.v1.data_pb2 import DISPATCH_BROADCAST, DISPATCH_SHARD_ROWS
-from rolemesh.validation import BatchValidator
 from rolemesh.wire.streams import receive, receive_batches
 
 # Pieces per replica. With four, a replica that is twice as fast gets twice as many, and the others wait for the
@@ -47,7 +47,8 @@ PIECES_PER_REPLICA = 4
 MIN_PIECE_ROWS = 8
 ATTEMPTS_PER_REPLICA = 3
 # Backoff before retrying a replica that had no memory for a batch: doubled each time, up to the maximum.
-BUSY_S, MAX_BUSY_S = 0.05, 2.0
+BUSY_S = 0.05
+MAX_BUSY_S = 2.0
 
 
 @dataclass
@@ -105,7 +106,7 @@ class Dispatcher:
     ) -> None:
         self.pool = pool
         self._rows_at_once = rows_at_once
-        self._holders = Holders()
+        self._affinity = ReplicaAffinity()
         self._caller = Caller(pool.role, trained=trained)
         self._validator = validator or BatchValidator({})
         self._rpcs = {rpc.name: rpc for rpc in rpcs(service)}
@@ -184,7 +185,7 @@ class Dispatcher:
                         if not rpc.streams[1]:
                             return await self._caller.message(rpc, reserved.replica, call)
                         with self._caller.blamed(rpc, reserved.replica):
-                            answer = await receive(call, answer_terms(rpc, self._validator, batch))
+                            answer = await receive(call, answer_conditions(rpc, self._validator, batch))
                             await check_answer(rpc, answer, self._validator, batch)
                         return answer
                 except RoleUnavailable as error:
@@ -284,17 +285,17 @@ class Dispatcher:
             missing = torch.ones(len(rows), dtype=torch.bool)
             await tries.wait()
             asked = batch.select_idxs(rows)
-            hint = "" if tries.wait_s else self._holders.of(asked)  # not again a replica that was busy
+            hint = "" if tries.wait_s else self._affinity.of(asked)  # not again a replica that was busy
             async with self._reserved(rpc, len(rows), turn, deadline, hint) as reserved:
                 tries.begin()
                 try:
                     async with self._caller.call(rpc, reserved.replica, asked, deadline) as call:
                         with self._caller.blamed(rpc, reserved.replica):
-                            terms = answer_terms(rpc, self._validator, asked)
-                            async for part in receive_batches(call, terms):
+                            conditions = answer_conditions(rpc, self._validator, asked)
+                            async for part in receive_batches(call, conditions):
                                 await check_answer(rpc, part, self._validator, asked)
                                 self._tick_off(missing, part["row"])
-                                self._holders.note(asked, part["row"].tolist(), reserved.replica)
+                                self._affinity.note(asked, part["row"].tolist(), reserved.replica)
                                 part["row"] = rows[part["row"]]
                                 arrived.put_nowait(part)
                                 self._deadlines.answered(deadline)
@@ -354,7 +355,8 @@ class Dispatcher:
 
     async def tell(self, name: str, replica: Replica, request: Message, timeout_s: float) -> Any:
         """Send one message to one replica, and return its answer. The replica learns the deadline."""
-        rpc, deadline = self._rpcs[name], Deadline(timeout_s)
+        rpc = self._rpcs[name]
+        deadline = Deadline(timeout_s)
         try:
             with self.pool.holding(replica):
                 async with self._caller.call(rpc, replica, request, deadline, sends_deadline=True) as call:

@@ -130,7 +130,9 @@ class EnvironmentClient(RoleClient):
         asked.episode = self._name(request)
         self._leave(asked.episode)
         where = f"row {request.uid} (agent {request.agent})"
-        now, wait_s, num_failures = asyncio.get_running_loop().time, 0.0, 0
+        now = asyncio.get_running_loop().time
+        wait_s = 0.0
+        num_failures = 0
         since = now()
         full: set[Replica] = set()
         with ExitStack() as pending:
@@ -222,7 +224,8 @@ class EnvironmentClient(RoleClient):
         Raises:
             EpisodeLost: the replica is gone, hangs, or no longer has the episode.
         """
-        deadline, wait_s = time.monotonic() + self._call_timeout_s, 0.0
+        deadline = time.monotonic() + self._call_timeout_s
+        wait_s = 0.0
         while True:
             try:
                 answer = await self._tell(rpc, home.replica, asked)
@@ -258,7 +261,8 @@ class EnvironmentClient(RoleClient):
         return await asyncio.shield(check)
 
     async def _check(self, replica: Replica) -> str:
-        deadline, wait_s = time.monotonic() + GONE_AFTER_S, BUSY_S
+        deadline = time.monotonic() + GONE_AFTER_S
+        wait_s = BUSY_S
         while problem := await replica.health():
             if time.monotonic() + wait_s >= deadline:
                 self.pool.suspect(replica, problem)

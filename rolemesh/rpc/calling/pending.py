@@ -16,7 +16,8 @@ class PendingRows:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.rows = 0
         self._clock = clock
-        self._counted_at, self._row_seconds = clock(), 0.0
+        self._counted_at = clock()
+        self._row_seconds = 0.0
 
     def row_seconds(self, until: float) -> float:
         """Return the integral of `rows` over time, until `until` by `clock`: 10 rows for 6 s make 60."""
@@ -25,5 +26,6 @@ class PendingRows:
     def add(self, rows: int) -> None:
         """Add to the number of pending rows; negative to subtract."""
         now = self._clock()
-        self._row_seconds, self._counted_at = self.row_seconds(now), now
+        self._row_seconds = self.row_seconds(now)
+        self._counted_at = now
         self.rows += rows

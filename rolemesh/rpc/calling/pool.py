@@ -57,12 +57,16 @@ class ReplicaPool:
         trained: bool = False,
         expected: Fingerprint | None = None,
     ) -> None:
-        self.role, self._expected = role, expected
+        self.role = role
+        self._expected = expected
         self.replicas = [Replica(address, role, expected=expected) for address in addresses]
         self.on_return: Callable[[Replica], Awaitable[None]] | None = None
         self.waiting = PendingRows()
-        self._patience_s, self._may_grow, self._full_rows = patience_s, may_grow, full_rows
-        self._is_followed, self._trained = False, trained
+        self._patience_s = patience_s
+        self._may_grow = may_grow
+        self._full_rows = full_rows
+        self._is_followed = False
+        self._trained = trained
         self._lost: InvalidConfig | None = None
         self._leaving: set[Replica] = set()
         self._changed = asyncio.Condition()
@@ -289,7 +293,8 @@ class ReplicaPool:
         Yields the call's turn, i.e. its place in the queue, and a function that counts rows as answered. The
         call keeps its place between its pieces, until `leave_line`.
         """
-        left, turn = rows, self._next_turn()
+        left = rows
+        turn = self._next_turn()
 
         def answered(some: int) -> None:
             nonlocal left
@@ -364,7 +369,8 @@ class ReplicaPool:
         if problem := self._used_at(replica):  # now that time has passed
             return problem
         log.warning("%s at %s is ready", self.role, replica.address)
-        replica.live, replica.problem = True, ""
+        replica.live = True
+        replica.problem = ""
         self._show_live()
         await self._notify()
         return ""

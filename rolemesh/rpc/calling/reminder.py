@@ -27,8 +27,10 @@ class Reminder:
     """
 
     def __init__(self, role: str, replicas: Callable[[], Sequence[Replica]]) -> None:
-        self._role, self._replicas = role, replicas
-        self._num_waiting, self._since = 0, 0.0
+        self._role = role
+        self._replicas = replicas
+        self._num_waiting = 0
+        self._since = 0.0
         self._next: asyncio.TimerHandle | None = None
 
     @contextmanager

@@ -11,10 +11,10 @@ from grpc_health.v1 import health_pb2
 from rolemesh.errors import InvalidBatch
 from rolemesh.fingerprint import Fingerprint
 from rolemesh.rpc import tls
-from rolemesh.rpc.answers import read_answer
 from rolemesh.rpc.channels import RoleChannel
 from rolemesh.rpc.contract import rpcs, serializer
 from rolemesh.rpc.metadata import FINGERPRINT_KEY, LIFE_KEY, WHY_KEY, call_digest
+from rolemesh.rpc.unary_answers import read_answer
 from rolemesh.telemetry.logs import printable
 
 log = logging.getLogger(__name__)
@@ -34,8 +34,12 @@ class Replica:
         expected: the fingerprint that it must have; None: any.
     """
 
-    def __init__(self, address: str, role: str, live: bool = True, expected: Fingerprint | None = None) -> None:
-        self.address, self._role, self._expected = address, role, expected
+    def __init__(
+        self, address: str, role: str, *, live: bool = True, expected: Fingerprint | None = None
+    ) -> None:
+        self.address = address
+        self._role = role
+        self._expected = expected
         self.outstanding_rows = 0
         self.in_flight = 0
         self.last_turn = 0
@@ -63,7 +67,8 @@ class Replica:
 
     def _compare(self, life: str, fingerprint: str, expected: Fingerprint) -> None:
         """Compare its fingerprint with the expected one. Log a difference when it is new."""
-        before, self.mismatch = self.mismatch, ""
+        before = self.mismatch
+        self.mismatch = ""
         try:
             if fingerprint:
                 self.mismatch = expected.difference(Fingerprint.of_metadata(fingerprint))

@@ -17,8 +17,8 @@ from grpc_reflection.v1alpha import reflection
 from rolemesh.errors import NotPermitted
 from rolemesh.rpc import tls
 from rolemesh.rpc.contract import CALLERS, Rpc
-from rolemesh.rpc.errors import to_status
 from rolemesh.rpc.serving.handlers import Around, Context, Method
+from rolemesh.rpc.status_codes import to_status
 from rolemesh.telemetry import metrics
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,8 @@ class Permissions(Around):
     """
 
     def __init__(self, rpcs: Mapping[str, Rpc], role_of: Mapping[str, str]) -> None:
-        self._rpcs, self._role_of = rpcs, role_of
+        self._rpcs = rpcs
+        self._role_of = role_of
         self._callers = frozenset[str]().union(*(rpc.callers for rpc in rpcs.values()))
 
     def around(self, path: str, handler: grpc.RpcMethodHandler[Any, Any], method: Method) -> Method:

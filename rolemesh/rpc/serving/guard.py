@@ -22,15 +22,15 @@ from google.protobuf.message import Message
 from rolemesh import threads
 from rolemesh.errors import InvalidBatch, RoleBusy, RolemeshError, RoleUnavailable
 from rolemesh.rpc.contract import Rpc
-from rolemesh.rpc.errors import to_status
 from rolemesh.rpc.metadata import LIFE_KEY, TIMELINE_KEY, call_digest
 from rolemesh.rpc.serving.handlers import Context
+from rolemesh.rpc.serving.memory_budget import CallReservation, MemoryBudget
 from rolemesh.rpc.serving.requests import enter_context, message_of
+from rolemesh.rpc.status_codes import to_status
 from rolemesh.telemetry import metrics, timeline
-from rolemesh.wire.room import Room, Stay
 
 if TYPE_CHECKING:
-    from rolemesh.validation import BatchValidator
+    from rolemesh.batch_validation import BatchValidator
 
 log = logging.getLogger(__name__)
 
@@ -41,15 +41,16 @@ class Guard:
     """Wraps the methods of one process's services, and counts running calls.
 
     Args:
-        room: the process's memory budget for batches.
+        budget: the process's memory for batches.
         job: name of the job whose calls are answered; empty: of any.
         fingerprints: role to its fingerprint's metadata; calls that name another fingerprint are refused.
     """
 
     def __init__(
-        self, room: Room, job: str = "", fingerprints: Mapping[str, str] = MappingProxyType({})
+        self, budget: MemoryBudget, job: str = "", fingerprints: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        self._room, self._job = room, job
+        self._budget = budget
+        self._job = job
         self._digests = {role: call_digest(metadata) for role, metadata in fingerprints.items()}
         self.idle = asyncio.Event()
         self.idle.set()
@@ -67,21 +68,23 @@ class Guard:
             validator: of the role; None: the rpc takes no batch.
         """
 
-        async def read(request: Any, context: Context, count: Callable[[str, Any], Any], stay: Stay) -> Any:
+        async def read(
+            request: Any, context: Context, count: Callable[[str, Any], Any], reservation: CallReservation
+        ) -> Any:
             if validator is None:
                 return message_of(role, rpc, count("in", request))
             from rolemesh.rpc.batches import batch_of
 
             try:
-                return await batch_of(rpc, _counted(stay.frames(request), count), validator, stay)
+                return await batch_of(rpc, _counted(reservation.frames(request), count), validator, reservation)
             except (InvalidBatch, RoleBusy) as error:
                 traceback.clear_frames(error.__traceback__)  # they hold the part of the batch that has arrived
-                await stay.drop_rest(context.read)
+                await reservation.drop_rest(context.read)
                 raise
 
         async def unary(request: Any, context: Context) -> Any:
-            async with self._call(role, rpc, context) as (count, stay):
-                parsed = await read(request, context, count, stay)
+            async with self._call(role, rpc, context) as (count, reservation):
+                parsed = await read(request, context, count, reservation)
                 with _busy_as_unavailable():
                     return count("out", await behaviour(parsed, context))
 
@@ -89,8 +92,8 @@ class Guard:
         # counted until garbage collection.
         async def stream(request: Any, context: Context) -> None:
             async with (
-                self._call(role, rpc, context) as (count, stay),
-                aclosing(behaviour(await read(request, context, count, stay), context)) as answers,
+                self._call(role, rpc, context) as (count, reservation),
+                aclosing(behaviour(await read(request, context, count, reservation), context)) as answers,
             ):
                 with _busy_as_unavailable():
                     async for answer in answers:
@@ -102,7 +105,7 @@ class Guard:
     @asynccontextmanager
     async def _call(
         self, role: str, rpc: Rpc, context: Context
-    ) -> AsyncIterator[tuple[Callable[[str, Any], Any], Stay]]:
+    ) -> AsyncIterator[tuple[Callable[[str, Any], Any], CallReservation]]:
         call = "-"
         context.set_trailing_metadata(((LIFE_KEY, self.life),))
         labels = (role, rpc.name)
@@ -115,15 +118,16 @@ class Guard:
             size[way] += num_bytes
             return message
 
-        started, code = time.perf_counter(), grpc.StatusCode.OK
+        started = time.perf_counter()
+        code = grpc.StatusCode.OK
         self._running += 1
         self.idle.clear()
         metrics.SERVER_IN_FLIGHT.labels(*labels).inc()
         try:
             call = enter_context(role, rpc, context.invocation_metadata(), self._job, self._digests.get(role))
-            with self._room.stay() as stay:  # until the call ends: its batch is in use until then
-                threads.watch.set(stay.watch)
-                yield count, stay
+            with self._budget.reserve() as reservation:  # until the call ends: its batch is in use until then
+                threads.watch.set(reservation.watch)
+                yield count, reservation
             if (written := timeline.calls.get()) is not None:
                 report = (TIMELINE_KEY, timeline.report_of(written, started))
                 context.set_trailing_metadata(((LIFE_KEY, self.life), report))

@@ -26,12 +26,12 @@ from rolemesh.rpc.serving.access import Permissions
 from rolemesh.rpc.serving.bounded import Bounded
 from rolemesh.rpc.serving.guard import Behaviour, Guard
 from rolemesh.rpc.serving.handlers import Context
+from rolemesh.rpc.serving.memory_budget import MemoryBudget
 from rolemesh.telemetry import metrics
 from rolemesh.wire.limits import MAX_STREAMS
-from rolemesh.wire.room import Room
 
 if TYPE_CHECKING:
-    from rolemesh.validation import BatchValidator
+    from rolemesh.batch_validation import BatchValidator
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,10 @@ class _Health(health.aio.HealthServicer):  # type: ignore[name-defined,misc]  # 
         self, life: str, why: Callable[[], str], hung: Callable[[], str], fingerprints: Mapping[str, str]
     ) -> None:
         super().__init__()
-        self._life, self._why, self._hung, self._fingerprints = life, why, hung, fingerprints
+        self._life = life
+        self._why = why
+        self._hung = hung
+        self._fingerprints = fingerprints
 
     async def status_of(self, request: health_pb2.HealthCheckRequest, context: Context) -> Any:
         """Return the answer to a check, without metadata."""
@@ -119,7 +122,7 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
 
     Args:
         roles: role to its services. A service shared by two roles counts as the first role's.
-        room: memory budget for the batches that callers send; None: a share of this machine's memory.
+        budget: memory for the batches that callers send; None: a share of this machine's memory.
         max_streams: calls at once on each connection; gRPC queues further ones at the caller.
         job: name of the roles' job; calls that name another job are refused. Empty: none is refused.
         fingerprints: role to its fingerprint's metadata, which health checks report. A call that names another
@@ -132,7 +135,8 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
     def __init__(
         self,
         roles: Mapping[str, Sequence[ServiceDescriptor]],
-        room: Room | None = None,
+        budget: MemoryBudget | None = None,
+        *,
         max_streams: int = MAX_STREAMS,
         job: str = "",
         fingerprints: Mapping[str, str] = MappingProxyType({}),
@@ -157,7 +161,7 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         self._refusal = "is still loading"
         self.why: Callable[[], str] = lambda: ""  # returns why it is not ready; empty: not known
         self.hung: Callable[[], str] = lambda: ""  # returns which role hangs on its device; empty: none
-        self._guard = Guard(room or Room(), job, fingerprints)
+        self._guard = Guard(budget or MemoryBudget(), job, fingerprints)
         waits_for = lambda: self.why() if self._refusal else ""  # noqa: E731
         self._health: Any = _Health(self._guard.life, waits_for, lambda: self.hung(), fingerprints)
         self._servers: list[grpc.aio.Server] = []
@@ -220,7 +224,7 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
 
         Args:
             servicers: service to its servicer. A servicer whose rpcs take batches needs a `validator`
-                (rolemesh/validation.py).
+                (rolemesh/batch_validation.py).
 
         Raises:
             RoleFailed: an rpc takes a batch that no Method declares.
@@ -240,7 +244,8 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
             raise RoleFailed(
                 f"{rpc.path} takes a batch that no Method of rolemesh/roles.py declares; declare it there"
             )
-        behaviour, terms = getattr(servicer, rpc.name), getattr(servicer, "terms", None)
+        behaviour = getattr(servicer, rpc.name)
+        terms = getattr(servicer, "terms", None)
         if terms is not None:  # of a trained role
             behaviour = terms.wrap(rpc, behaviour)
         return self._guard.wrap(self._role_of[rpc.service], rpc, behaviour, validator)
@@ -337,9 +342,8 @@ def serve_metrics(listen: str, *more: CollectorRegistry) -> str:
 def _problem(host: str, port: int) -> str:
     """Find out why binding failed, by trying it with a plain socket. gRPC does not report the cause."""
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[
-            0
-        ]
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, where = found[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.bind(where)
     except OSError as error:

@@ -21,7 +21,7 @@ from rolemesh.rpc.term import Term
 Behaviour = Callable[[Any, Context], Any]
 
 
-class Terms:
+class ControllerTerms:
     """Records which controller has a trained role, and refuses calls of others.
 
     Args:
@@ -30,7 +30,8 @@ class Terms:
     """
 
     def __init__(self, role: str, run_dir: Path) -> None:
-        self._role, self._run_dir = role, run_dir
+        self._role = role
+        self._run_dir = run_dir
         self._current: Term | None = None
         self._running: dict[asyncio.Future[None], Term | None] = {}  # done when the call has ended
 

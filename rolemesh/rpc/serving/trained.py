@@ -9,7 +9,7 @@ from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.roles import Metrics
 from rolemesh.rpc.serving.handlers import Context
-from rolemesh.rpc.serving.terms import Terms
+from rolemesh.rpc.serving.terms import ControllerTerms
 from rolemesh.v1 import checkpoint_pb2
 
 
@@ -40,7 +40,7 @@ class TrainedServicer:
 
     def __init__(self, trained: Trained) -> None:
         self._trained = trained
-        self.terms = Terms(trained.role, trained.job.run_dir)
+        self.terms = ControllerTerms(trained.role, trained.job.run_dir)
 
     async def Update(self, batch: DataProto, context: Context) -> checkpoint_pb2.UpdateResponse:
         return checkpoint_pb2.UpdateResponse(metrics=await self._trained.update(batch))

@@ -21,8 +21,8 @@ from rolemesh.config import JobConfig
 from rolemesh.data.texts import end_tokens
 from rolemesh.errors import EnvironmentFailed, InvalidBatch, InvalidConfig
 from rolemesh.roles import Environment
-from rolemesh.services.controller.conversations.rows import Rows
-from rolemesh.services.controller.conversations.turns import Turns
+from rolemesh.services.controller.conversations.row_columns import Rows
+from rolemesh.services.controller.conversations.turn_batches import Turns
 from rolemesh.v1 import environment_pb2
 from rolemesh.v1.environment_pb2 import (
     ActRequest,
@@ -42,7 +42,7 @@ LATE = "episode_timeout_s"
 CLOCK = "environment_s"  # seconds that a conversation waited for its environment
 
 
-class Speech:
+class ChatCodec:
     """Converts token ids to messages and back, for all conversations of a job.
 
     Args:
@@ -136,7 +136,8 @@ class Speech:
         Raises:
             InvalidBatch: a message is malformed, or has the role `assistant`.
         """
-        most, side = self._config.max_tool_response_length, self._config.tool_response_truncate_side
+        most = self._config.max_tool_response_length
+        side = self._config.tool_response_truncate_side
         chat = chat_of(messages, what)
         for message in chat:
             if message["role"] == "assistant":
@@ -147,7 +148,7 @@ class Speech:
 
 
 @dataclass
-class Conversation:
+class ConversationAttempt:
     """One attempt at a row's conversation.
 
     Args:
@@ -155,7 +156,7 @@ class Conversation:
         name: the episode's, unique in the job.
         attempt: from 1.
         agent: the row's agent_name.
-        job, speech, environment, rows, turns: shared by all conversations.
+        job, codec, environment, rows, turns: shared by all conversations.
     """
 
     row: int
@@ -163,7 +164,7 @@ class Conversation:
     attempt: int
     agent: str
     job: JobConfig
-    speech: Speech
+    codec: ChatCodec
     environment: Environment
     rows: Rows
     turns: Turns
@@ -228,7 +229,8 @@ class Conversation:
         return closed
 
     async def _open(self) -> None:
-        prompts, at = self.rows.prompts, self.row
+        prompts = self.rows.prompts
+        at = self.row
         columns = ("data_source", "reward_model", "extra_info")
         opened = await self._timed(
             self.environment.open_episode(
@@ -256,7 +258,7 @@ class Conversation:
         if opened.messages:
             self._said = self._chat(opened.messages, "what it says first")
             with self._rendering("what it says first"):
-                ids = self.speech.ids_before(self._said)
+                ids = self.codec.ids_before(self._said)
             if len(ids) >= self.rows.room(at):
                 raise self._failed(
                     f"spoke {len(ids)} tokens before the policy's first turn; data.max_response_length is "
@@ -279,7 +281,8 @@ class Conversation:
         with invalid_as(EnvironmentFailed):
             read = prompt_of(prompt, self._who("its prompt"))
         with self._rendering("its prompt"):
-            self._prompt, self._said = self.speech.prompt(read), []
+            self._prompt = self.codec.prompt(read)
+            self._said = []
         return self._prompt
 
     def _replace_context(self, ids: list[int]) -> bool:
@@ -301,11 +304,12 @@ class Conversation:
 
     async def _answer_turn(self, ids: list[int]) -> bool:
         """Send a turn to the environment and append its answer. Return True if that ended the conversation."""
-        config, end = self.job.rollout.multi_turn, self.speech.end_of(ids)
-        is_full = not self.rows.room(self.row) and not self.speech.is_whole(ids)
+        config = self.job.rollout.multi_turn
+        end = self.codec.end_of(ids)
+        is_full = not self.rows.room(self.row) and not self.codec.is_whole(ids)
         if is_full and not AGENTS[self.agent].calls:
             return self._ended(NO_ROOM)  # the environment gets only whole turns
-        request = self._turn(ids, self._was_truncated or is_full)
+        request = self._turn(ids, is_cut=self._was_truncated or is_full)
         answer: ActResponse = await self._timed(self.environment.act(request))
         number = int(self.numbers["turns"])
         self.rows.reward(self.row, config.turn_reward_weight * answer.reward)
@@ -328,36 +332,38 @@ class Conversation:
         chat = self._chat(answer.messages, what)
         if not chat:
             raise self._failed("neither said anything nor ended the conversation")
-        if self.speech.splits:
-            said = [*self._said, {"role": "assistant", "content": self.speech.text_of(ids)}]
+        if self.codec.splits:
+            said = [*self._said, {"role": "assistant", "content": self.codec.text_of(ids)}]
             self._said = [*said, *chat]
             prompt = self._prompt or self.rows.prompt(self.row)
             with self._rendering(what):
-                is_anew, following = self.speech.ids_after_all(prompt, said, chat, end)
+                is_anew, following = self.codec.ids_after_all(prompt, said, chat, end)
             if is_anew:
                 return self._replace_context(following)
         else:
             with self._rendering(what):
-                following = self.speech.ids_after(chat, end)
+                following = self.codec.ids_after(chat, end)
         if len(following) >= self.rows.room(self.row):
             return self._ended(NO_ROOM)
         self.rows.append(self.row, following)
         return False
 
-    def _turn(self, ids: list[int], is_cut: bool) -> ActRequest:
-        number, text = int(self.numbers["turns"]), self.speech.text_of(ids)
+    def _turn(self, ids: list[int], *, is_cut: bool) -> ActRequest:
+        number = int(self.numbers["turns"])
+        text = self.codec.text_of(ids)
         # A truncated call may look complete.
-        said = Message(role="assistant", content=text) if is_cut else self.speech.parse_turn(text, number)
+        said = Message(role="assistant", content=text) if is_cut else self.codec.parse_turn(text, number)
         turn = ActRequest(episode=self.name, attempt=self.attempt, turn=number, message=said)
         if AGENTS[self.agent].calls:
-            turn.text, turn.cut = text, is_cut
+            turn.text = text
+            turn.cut = is_cut
             turn.completion_tokens = len(ids)
             turn.prompt_tokens = self.rows.length(self.row) - len(ids)
         return turn
 
     def _chat(self, messages: Sequence[Message], what: str) -> Chat:
         with invalid_as(EnvironmentFailed):
-            return self.speech.to_chat(messages, self._who(what), cuts=not AGENTS[self.agent].calls)
+            return self.codec.to_chat(messages, self._who(what), cuts=not AGENTS[self.agent].calls)
 
     def _rendering(self, what: str) -> AbstractContextManager[None]:
         """Within the block, a chat template that refuses messages is an error of what the environment said."""

@@ -13,7 +13,8 @@ log = logging.getLogger(__name__)
 
 Line = tuple[str, list[float], list[float]]  # label, steps, values
 
-INK, GRID = "#1f2937", "#e5e7eb"
+INK = "#1f2937"
+GRID = "#e5e7eb"
 # A later line lets the earlier ones show between its dashes: score and score less KL may be the same.
 LINES = (("#2563eb", "-"), ("#d97706", "--"), ("#16a34a", ":"), ("#dc2626", "-."))
 
@@ -75,13 +76,14 @@ def _draw(records: Sequence[Record], path: Path, title: str) -> None:
 
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
-    width, height = 4.6 * columns, 3.1 * rows + 0.5
+    width = 4.6 * columns
+    height = 3.1 * rows + 0.5
     figure = Figure(figsize=(width, height), dpi=130, facecolor="white")
     canvas = FigureCanvasAgg(figure)
     figure.suptitle(_plain(title), fontsize=13, fontweight="bold", color=INK, y=1 - 0.25 / height)
     # Margins in inches that every label fits into. Matplotlib's own layout would draw everything once more.
     figure.subplots_adjust(
-        *(0.6 / width, 0.5 / height, 1 - 0.15 / width, 1 - 0.7 / height), wspace=0.6 / 3.9, hspace=0.75 / 2.3
+        0.6 / width, 0.5 / height, 1 - 0.15 / width, 1 - 0.7 / height, wspace=0.6 / 3.9, hspace=0.75 / 2.3
     )
     grid: Any = figure.subplots(rows, columns, squeeze=False)
     for axes in grid.flat[len(panels) :]:

@@ -79,7 +79,9 @@ class Loggers:
 
     def __init__(self, job: JobConfig, start: int | None, console: Console) -> None:
         require_libraries(job)
-        self._job, self._start, self._console = job, start, console
+        self._job = job
+        self._start = start
+        self._console = console
         self._at_once: list[Logger] = [PrometheusLogger(job, start)]
         if "console" in job.trainer.logger:
             self._at_once.append(ConsoleLogger(job, console))
@@ -230,7 +232,9 @@ class WandbLogger:
     _run: Any
 
     def __init__(self, job: JobConfig, start: int | None, console: Console) -> None:
-        self._job, self._start, self._console = job, start, console
+        self._job = job
+        self._start = start
+        self._console = console
         self._file = job.run_dir / "wandb" / "run_id"
         self._known = self._file.exists()
         logged = read_metrics(job.run_dir / METRICS_FILE)  # of steps that the run is about to make again, too
@@ -241,8 +245,10 @@ class WandbLogger:
 
         # Else it uploads without limit, also when the process ends. Its files remain for `wandb sync`.
         os.environ.setdefault("WANDB_FINISH_TIMEOUT", f"{END_S - 5:.0f}")
-        trainer, start = self._job.trainer, self._start
-        run_id = _kept_id(self._file, start is not None or trainer.val_only, lambda: secrets.token_hex(4))
+        trainer = self._job.trainer
+        start = self._start
+        goes_on = start is not None or trainer.val_only
+        run_id = _kept_id(self._file, lambda: secrets.token_hex(4), goes_on=goes_on)
         self._run = wandb.init(
             project=trainer.project_name,
             name=trainer.experiment_name,
@@ -277,7 +283,8 @@ class MlflowLogger:
     _run_id: str
 
     def __init__(self, job: JobConfig, start: int | None, console: Console) -> None:
-        self._directory, self._trainer = job.run_dir / "mlflow", job.trainer
+        self._directory = job.run_dir / "mlflow"
+        self._trainer = job.trainer
         self._goes_on = start is not None or job.trainer.val_only
 
     def begin(self) -> None:
@@ -301,7 +308,7 @@ class MlflowLogger:
             run_id: str = self._client.create_run(experiment, run_name=trainer.experiment_name).info.run_id
             return run_id
 
-        self._run_id = _kept_id(self._directory / "run_id", self._goes_on, new_run)
+        self._run_id = _kept_id(self._directory / "run_id", new_run, goes_on=self._goes_on)
 
     def log(self, step: int, metrics: Metrics) -> None:
         from mlflow.entities import Metric
@@ -371,7 +378,7 @@ async def _begun(name: str, thread: OwnThread) -> None:
         ) from error
 
 
-def _kept_id(path: Path, goes_on: bool, make: Callable[[], str]) -> str:
+def _kept_id(path: Path, make: Callable[[], str], *, goes_on: bool) -> str:
     """Return the run's id at a metrics server. A run that is resumed or only validated keeps its earlier id."""
     if goes_on and path.exists():
         return path.read_text(encoding="utf-8").strip()

@@ -122,5 +122,7 @@ def warn_of_close(logger: str, error: BaseException) -> None:
     """Warn that a logger may lack the last steps."""
     log.warning(
         "%s could not be closed, and may lack the last steps (metrics.jsonl has them): %s: %s",
-        *(logger, type(error).__name__, error),
+        logger,
+        type(error).__name__,
+        error,
     )

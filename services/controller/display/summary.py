@@ -70,7 +70,8 @@ def print_summary(summary: Summary, console: Console) -> None:
     facts.add_column(overflow="fold")  # wrap long paths instead of cutting them
     facts.add_row("steps", f"{summary.step} of {summary.total_steps}")
     if len(accuracies) > 1:
-        (first_step, before), (last_step, after) = accuracies[0], accuracies[-1]
+        first_step, before = accuracies[0]
+        last_step, after = accuracies[-1]
         facts.add_row(
             "validation accuracy",
             f"[bold]{before:.3f}[/] at step {first_step}  →  [bold]{after:.3f}[/] at step {last_step}",

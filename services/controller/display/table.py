@@ -23,7 +23,7 @@ def log_console(kind: type[Console] = Console) -> Console:
 
 
 @dataclass(frozen=True)
-class Column:
+class TableColumn:
     """A column of the table: one number of each step.
 
     Args:
@@ -42,22 +42,25 @@ class Column:
 
 
 ACCURACY = "accuracy"  # not a metric of the step: the mean over data sources
-VALIDATION, CRITIC, REFERENCE = "val acc", "vf loss", "ref kl"  # columns that not every job has
+# columns that not every job has
+VALIDATION = "val acc"
+CRITIC = "vf loss"
+REFERENCE = "ref kl"
 COLUMNS = (
-    Column("loss", ("actor/loss",), 8, ".4f", 0),
-    Column("val loss", ("val/loss",), 8, ".4f", 1),
-    Column("accuracy", ("rewards/accuracies",), 8, ".3f", 2),
-    Column("margin", ("rewards/margins",), 7, ".3f", 4),
-    Column("score", ("critic/score/mean",), 7, ".3f", 0),
-    Column(VALIDATION, (ACCURACY,), 7, ".3f", 1),
-    Column("length", ("response_length/mean",), 7, ".1f", 3),
-    Column("entropy", ("actor/entropy",), 7, ".3f", 5),
-    Column("pg loss", ("actor/pg_loss",), 8, ".4f", 8),
-    Column(CRITIC, ("critic/vf_loss",), 8, ".4f", 9),
-    Column("ppo kl", ("actor/ppo_kl",), 8, ".4f", 7),
-    Column(REFERENCE, ("actor/reward_kl_penalty", "actor/kl_per_token"), 8, ".4f", 4),
-    Column("tokens/s", ("perf/throughput",), 8, ".0f", 6),
-    Column("seconds", ("timing_s/step",), 7, ".1f", 2),
+    TableColumn("loss", ("actor/loss",), 8, ".4f", 0),
+    TableColumn("val loss", ("val/loss",), 8, ".4f", 1),
+    TableColumn("accuracy", ("rewards/accuracies",), 8, ".3f", 2),
+    TableColumn("margin", ("rewards/margins",), 7, ".3f", 4),
+    TableColumn("score", ("critic/score/mean",), 7, ".3f", 0),
+    TableColumn(VALIDATION, (ACCURACY,), 7, ".3f", 1),
+    TableColumn("length", ("response_length/mean",), 7, ".1f", 3),
+    TableColumn("entropy", ("actor/entropy",), 7, ".3f", 5),
+    TableColumn("pg loss", ("actor/pg_loss",), 8, ".4f", 8),
+    TableColumn(CRITIC, ("critic/vf_loss",), 8, ".4f", 9),
+    TableColumn("ppo kl", ("actor/ppo_kl",), 8, ".4f", 7),
+    TableColumn(REFERENCE, ("actor/reward_kl_penalty", "actor/kl_per_token"), 8, ".4f", 4),
+    TableColumn("tokens/s", ("perf/throughput",), 8, ".0f", 6),
+    TableColumn("seconds", ("timing_s/step",), 7, ".1f", 2),
 )
 
 
@@ -92,15 +95,17 @@ class StepTable:
         header = "step".rjust(step_width) + _cells(column.heading.rjust(column.width) for column in columns)
         if header != self._header or self._rows_since_header == ROWS_PER_HEADER:
             self._console.print(header, style="bold", highlight=False, soft_wrap=True)
-            self._header, self._rows_since_header = header, 0
+            self._header = header
+            self._rows_since_header = 0
         cells = _cells(_cell(column, numbers) for column in columns)
         self._console.print((str(step).rjust(step_width) + cells).rstrip(), highlight=False, soft_wrap=True)
         self._rows_since_header += 1
 
 
-def that_fit(columns: list[Column], width: int, step_width: int = STEP_WIDTH) -> list[Column]:
+def that_fit(columns: list[TableColumn], width: int, step_width: int = STEP_WIDTH) -> list[TableColumn]:
     """Return the most important columns that fit into `width` beside the step column, in their order."""
-    room, kept = width - step_width, set[str]()
+    room = width - step_width
+    kept = set[str]()
     for column in sorted(columns, key=lambda column: column.rank):
         room -= GAP + column.width
         if room < 0:
@@ -113,7 +118,7 @@ def _cells(texts: Iterable[str]) -> str:
     return "".join(" " * GAP + text for text in texts)
 
 
-def _cell(column: Column, numbers: Mapping[str, float]) -> str:
+def _cell(column: TableColumn, numbers: Mapping[str, float]) -> str:
     found = [numbers[metric] for metric in column.metrics if metric in numbers]
     return (number(found[0], column.spec, column.width) if found else "").rjust(column.width)
 

@@ -74,10 +74,10 @@ async def evaluate(rows: ResponseRows, reward: Reward, finished: Callable[[int],
     Raises:
         RewardFailed: a row could not be scored; the message names it.
     """
-    seats = asyncio.Semaphore(CALLS_AT_ONCE)
+    slots = asyncio.Semaphore(CALLS_AT_ONCE)
 
     async def scored(at: range) -> DataProto:
-        async with seats:
+        async with slots:
             some = rows.batch(at)
             scores = await reward.compute_scores(some)
             scores["token_level_scores"] = scores["token_level_scores"].sum(dim=1, keepdim=True)
@@ -86,7 +86,8 @@ async def evaluate(rows: ResponseRows, reward: Reward, finished: Callable[[int],
             return some.select_columns(["data_source"]).union(scores.select_columns(wanted))
 
     batch = DataProto.concat(await gather(*(scored(at) for at in rows.parts())))
-    n, sources = rows.n, list(batch["data_source"])[:: rows.n]
+    n = rows.n
+    sources = list(batch["data_source"])[:: rows.n]
     num_prompts = {source: sources.count(source) for source in sorted(set(sources))}
     return Evaluation(n, num_prompts, validation_metrics(batch, n), standard_errors(batch, n))
 

@@ -19,7 +19,9 @@ from rolemesh.tasks import gather
 
 PARTS_AT_ONCE = 64  # at most; a call each
 
-RESPONSES, IDS, LOG_PROBS = "responses", "response_ids", "response_log_probs"
+RESPONSES = "responses"
+IDS = "response_ids"
+LOG_PROBS = "response_log_probs"
 
 
 async def generate(
@@ -44,14 +46,14 @@ async def generate(
     rows = 2 * job.rows_at_once * job.placement.replicas["rollout"]
     rows_of_part = job.rollout.val_kwargs.n * len(parts.prompts_of(0))
     texts = ResponseTexts(tokenizer, skip_special_tokens=job.reward.skip_special_tokens)
-    seats = asyncio.Semaphore(min(PARTS_AT_ONCE, -(-rows // rows_of_part)))
+    slots = asyncio.Semaphore(min(PARTS_AT_ONCE, -(-rows // rows_of_part)))
 
     async def counted(rows: DataProto) -> DataProto:
         finished(len(rows))
         return rows
 
     async def make(number: int) -> None:
-        async with seats:
+        async with slots:
             at = parts.prompts_of(number)
             batch = await respond(prompts.batch(at), at.start, rollout, job, counted)
             table = response_columns(batch, job.rollout.val_kwargs.n, texts, parts.log_probs)

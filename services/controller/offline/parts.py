@@ -41,12 +41,14 @@ class Parts:
     def __init__(
         self, output: Path, settings: Mapping[str, Any], num_prompts: int, size: int, log_probs: bool
     ) -> None:
-        self.output, self.folder = output, output.with_name(output.name + ".parts")
+        self.output = output
+        self.folder = output.with_name(output.name + ".parts")
         self.log_probs = log_probs
         text = json.dumps({**settings, "--log-probs": log_probs}, sort_keys=True)
         self._settings: dict[str, Any] = json.loads(text) | {"data.val_batch_size (prompts of a part)": size}
         self._digest = hashlib.sha256(text.encode()).hexdigest().encode()
-        self._num_prompts, self._size = num_prompts, size
+        self._num_prompts = num_prompts
+        self._size = size
 
     def is_complete(self) -> bool:
         """Return whether the output exists, made with these settings.
@@ -115,22 +117,23 @@ class Parts:
         pq.write_table(table, sink)
         self._write(self._file(number), sink.getvalue().to_pybytes())
 
-    def finish(self, given: pa.Table) -> None:
-        """Write the output: the rows as they were given, and the responses beside them. Remove the parts.
+    def finish(self, input_rows: pa.Table) -> None:
+        """Write the output: the input rows, and the responses beside them. Remove the parts.
 
         Raises:
             RolemeshError: it cannot be written, as on a full disk. All parts are kept.
         """
         unfinished = self.folder / "output.unfinished"
         responses = pq.read_schema(self._file(0))
-        schema = pa.schema([*given.schema, *responses], metadata=(given.schema.metadata or {}))
+        schema = pa.schema([*input_rows.schema, *responses], metadata=(input_rows.schema.metadata or {}))
         schema = schema.with_metadata({**(schema.metadata or {}), DIGEST: self._digest})
         try:
             with pq.ParquetWriter(unfinished, schema) as writer:
                 for numbers in _in_groups(range(self._num_parts), -(-PROMPTS_PER_GROUP // self._size)):
-                    first, end = self.prompts_of(numbers[0]).start, self.prompts_of(numbers[-1]).stop
+                    first = self.prompts_of(numbers[0]).start
+                    end = self.prompts_of(numbers[-1]).stop
                     made = pa.concat_tables([pq.ParquetFile(self._file(number)).read() for number in numbers])
-                    rows = [*given.slice(first, end - first).columns, *made.columns]
+                    rows = [*input_rows.slice(first, end - first).columns, *made.columns]
                     writer.write_table(pa.table(rows, schema=schema).combine_chunks())
             with unfinished.open("rb") as file:
                 os.fsync(file.fileno())

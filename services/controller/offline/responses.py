@@ -39,7 +39,9 @@ class ResponseRows:
 
     def __init__(self, job: JobConfig, tokenizer: Any, response_key: str) -> None:
         config = self._config = job.data.model_copy(update={"dataset": "parquet", "options": {}})
-        self._job, self._tokenizer, self._key = job, tokenizer, response_key
+        self._job = job
+        self._tokenizer = tokenizer
+        self._key = response_key
         self._texts = ResponseTexts(tokenizer, skip_special_tokens=job.reward.skip_special_tokens)
         self._end: int = tokenizer.eos_token_id or 0  # without one, any token counts as the last
         self._vocabulary = vocabulary_in(job.actor.model, "actor")
@@ -53,7 +55,8 @@ class ResponseRows:
         self._prompts: PromptDataset | None = None  # only a reward model sees them
         if self._by_model:
             self._prompts = PromptDataset(config.val_files, config, tokenizer, split="val")
-            self._positions, self.left_out = self._prompts.positions, self._prompts.left_out
+            self._positions = self._prompts.positions
+            self.left_out = self._prompts.left_out
         else:
             self._positions = limited(len(self._source), config.val_max_samples, config).tolist()
             self.left_out = left_out(len(self._source), len(self._positions), 0, "val")
@@ -74,7 +77,8 @@ class ResponseRows:
         for at in self.parts():
             positions = self._positions[at.start : at.stop]
             for position, row in zip(positions, self._source.rows(positions), strict=True):
-                where, texts = self._source.where(position), row[self._key]
+                where = self._source.where(position)
+                texts = row[self._key]
                 check_scoring(row, self._config, where, self._job.reward)
                 if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
                     raise InvalidData(
@@ -97,7 +101,9 @@ class ResponseRows:
         """
         positions = self._positions[at.start : at.stop]
         rows = self._source.rows(positions)
-        n, width, count = self.n, self._config.max_response_length, len(at) * self.n
+        n = self.n
+        width = self._config.max_response_length
+        count = len(at) * self.n
         responses = torch.full((count, width), self._end, dtype=torch.int64)
         mask = torch.zeros((count, width), dtype=torch.bool)
         for i, (position, row) in enumerate(zip(positions, rows, strict=True)):
@@ -141,7 +147,8 @@ class ResponseRows:
 
     def _check_ids(self, given: Any, texts: Sequence[str], where: str) -> None:
         fits = isinstance(given, list) and len(given) == len(texts)
-        vocabulary, width = self._vocabulary, self._config.max_response_length
+        vocabulary = self._vocabulary
+        width = self._config.max_response_length
         for ids in given if fits else ():
             fits = fits and isinstance(ids, list) and 0 < len(ids) <= width
             fits = fits and all(isinstance(token, int) and 0 <= token < vocabulary for token in ids)

@@ -11,16 +11,17 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig
 from rolemesh.graph import StepGraph, record
 from rolemesh.roles import Metrics, Roles
-from rolemesh.services.controller.conversations.conversing import recorded as recorded_conversing
+from rolemesh.services.controller.conversations.conversation_rollout import recorded as recorded_conversations
 from rolemesh.services.controller.pages.step import Page, Step
-from rolemesh.services.controller.stages.advantages import REWARD_KL
+from rolemesh.services.controller.stages.advantage_estimation import REWARD_KL
 from rolemesh.services.controller.stages.bypass import bypassing
 from rolemesh.services.controller.stages.dynamic_sampling import DynamicSampling
 
 
 def page_of(job: JobConfig) -> Page:
     """Return the job's page (JobConfig.page), with its options bound."""
-    code, options = job.page.load(), job.page_options
+    code = job.page.load()
+    options = job.page_options
 
     async def page(prompts: DataProto, roles: Roles, step: Step) -> Metrics:
         with job.page.errors_named():
@@ -43,7 +44,7 @@ async def check_step(job: JobConfig) -> StepGraph:
     async def recorded(prompts: DataProto, roles: Roles) -> None:
         sampling = DynamicSampling(len(prompts), lambda number: prompts)
         step = Step(1, job, KLController(job.algorithm.kl_ctrl), sampling)
-        metrics = await page(prompts, bypassing(recorded_conversing(roles, job), job), step)
+        metrics = await page(prompts, bypassing(recorded_conversations(roles, job), job), step)
         if step.batch is None or not isinstance(metrics, dict) or "perf/total_num_tokens" not in metrics:
             raise InvalidConfig(
                 f"{job.page} should end with `return step.report(batch, ...)`, whose metrics the loop logs"

@@ -8,13 +8,13 @@ from __future__ import annotations
 from rolemesh.dataproto import DataProto
 from rolemesh.roles import Metrics, Roles
 from rolemesh.services.controller.pages.step import Step
-from rolemesh.services.controller.stages.advantages import (
+from rolemesh.services.controller.stages.advantage_estimation import (
     apply_kl_penalty,
     apply_rollout_correction,
     compute_advantages,
 )
 from rolemesh.services.controller.stages.experience import collect, fan_out
-from rolemesh.services.controller.stages.resampling import resample
+from rolemesh.services.controller.stages.pf_ppo import resample
 from rolemesh.tasks import gather
 
 

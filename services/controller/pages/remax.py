@@ -10,7 +10,7 @@ from __future__ import annotations
 from rolemesh.dataproto import DataProto
 from rolemesh.roles import Metrics, Roles
 from rolemesh.services.controller.pages.step import Step
-from rolemesh.services.controller.stages.advantages import (
+from rolemesh.services.controller.stages.advantage_estimation import (
     apply_kl_penalty,
     apply_rollout_correction,
     compute_advantages,

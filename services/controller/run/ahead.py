@@ -15,7 +15,7 @@ from rolemesh.errors import InvalidConfig, RoleFailed
 from rolemesh.roles import Rollout
 from rolemesh.tasks import closed_at_end
 from rolemesh.telemetry import context
-from rolemesh.weights.source import WeightSource
+from rolemesh.weights.weight_source import WeightSource
 
 
 class Ahead:
@@ -35,7 +35,9 @@ class Ahead:
     def __init__(
         self, rollout: Rollout, upcoming: Callable[[int, str], DataProto | None], max_staleness: int
     ) -> None:
-        self._rollout, self._upcoming, self._max_staleness = rollout, upcoming, max_staleness
+        self._rollout = rollout
+        self._upcoming = upcoming
+        self._max_staleness = max_staleness
         self._begun: dict[tuple[int, str], _Generation] = {}
         self._version = 0
 

@@ -71,7 +71,10 @@ class Attempts:
         *,
         keeps_file: bool = False,
     ) -> None:
-        self._run_dir, self._limit, self._of, self._failing = run_dir, limit, of, failing
+        self._run_dir = run_dir
+        self._limit = limit
+        self._of = of
+        self._failing = failing
         self._keeps_file = keeps_file
         self._file = file or run_dir / FILE
         self._latest = None if file else run_dir / "latest"  # a workspace may have any file of this name
@@ -133,7 +136,8 @@ class Attempts:
         """Forget this start and those before. A file that cannot be changed is logged."""
         if not self._limit:
             return
-        self._before, self._last_error = 0, ""
+        self._before = 0
+        self._last_error = ""
         try:
             self._clear()
         except OSError as error:
@@ -225,11 +229,13 @@ class Attempts:
             return
         try:
             known: dict[str, Any] = dict(json.loads(self._file.read_text(encoding="utf-8")))
-            starts, last_error = int(known["starts"]), str(known["last_error"])
+            starts = int(known["starts"])
+            last_error = str(known["last_error"])
             if starts < 0:
                 raise ValueError(f"{starts} starts")
             if (known.get("of", ""), known["checkpoint"]) == (self._of, self._checkpoint):
-                self._before, self._last_error = starts, last_error
+                self._before = starts
+                self._last_error = last_error
         except (ValueError, OverflowError, TypeError, KeyError) as error:  # OverflowError: of Infinity
             log.warning("%s cannot be read, so starts are counted from 0: %s", self._file, error)
 

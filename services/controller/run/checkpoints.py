@@ -32,7 +32,7 @@ from rolemesh.errors import CheckpointFailed, InvalidBatch, InvalidConfig, RoleU
 from rolemesh.roles import Actor, Critic, NoCritic, Roles
 from rolemesh.services.controller.record import METRICS_FILE
 from rolemesh.services.controller.run.durably import sync, write_durably
-from rolemesh.services.controller.run.kept_settings import NUM_PROMPTS, RULES, compare
+from rolemesh.services.controller.run.resume_compat import NUM_PROMPTS, RULES, compare
 from rolemesh.tasks import gather
 from rolemesh.wire.codec import dump, load_batch
 
@@ -41,7 +41,8 @@ log = logging.getLogger(__name__)
 NAME = re.compile(r"global_step_(\d+)")
 PARTIAL = ".partial"
 # A client of a network file system may know an earlier list of a directory, NFS for up to 60 s (acdirmax).
-ARRIVES_IN_S, LOOKS_EVERY_S = 70.0, 0.1
+ARRIVES_IN_S = 70.0
+LOOKS_EVERY_S = 0.1
 BEFORE_RULES = (
     ". Its built-in rules scored some answers differently, and a dtype that the job leaves out was float32; "
     "now it is auto, bfloat16 on a GPU. Set each dtype to float32 to go on as before. reward.rules has no "
@@ -199,16 +200,19 @@ class Checkpoints:
     @staticmethod
     def warn_of_unknown_rows(path: Path, state: ControllerState, settings: Mapping[str, Any]) -> None:
         """Warn if the rows of a finished run, whose tools are not known, may have changed (`compare`)."""
-        then, now = state.kept_settings.get(NUM_PROMPTS), settings.get(NUM_PROMPTS)
+        then = state.kept_settings.get(NUM_PROMPTS)
+        now = settings.get(NUM_PROMPTS)
         if then != now:
             log.warning(
                 "%s had %s prompts that are short enough with their tools, and data.train_files now has %s "
                 "without tools; whether its rows have changed is not known",
-                *(path, then, now),
+                path,
+                then,
+                now,
             )
 
     @asynccontextmanager
-    async def writing(self, roles: Roles, state: ControllerState, best: bool = False) -> AsyncIterator[None]:
+    async def writing(self, roles: Roles, state: ControllerState, *, best: bool = False) -> AsyncIterator[None]:
         """Write a checkpoint: the roles have copied their state when the context begins. Commit it at the end.
 
         When the context ends, wait until the roles have written their copies, and commit, unless there was an
@@ -250,9 +254,8 @@ class Checkpoints:
             if best:  # first: a run that ends between the two makes the step again
                 write_durably(self.run_dir / "best", path.name + "\n")
             write_durably(self.run_dir / "latest", path.name + "\n")
-        except (
-            RoleUnavailable
-        ):  # it is an OSError too, but not of a disk; the launcher reports how the role ended
+        except RoleUnavailable:
+            # It is an OSError too, but not of a disk. The launcher reports how the role ended.
             raise
         except OSError as error:
             raise CheckpointFailed(
@@ -275,7 +278,8 @@ class Checkpoints:
     def _delete_old(self, newest: int) -> None:
         """Delete checkpoints beyond `keep`, and what earlier deletions left."""
         with _logged(f"old checkpoints in {self.run_dir}"):
-            steps, best = [step for step in self.steps() if step <= newest], self._best()
+            steps = [step for step in self.steps() if step <= newest]
+            best = self._best()
             for step in steps[: -self.keep] if self.keep else []:
                 path = self.run_dir / f"global_step_{step}"
                 with _logged(path):

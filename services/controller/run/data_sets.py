@@ -38,12 +38,17 @@ def warn_of_unseen_rows(job: JobConfig, num_rows: int) -> None:
     """Log a warning if epochs leave out some training rows, because the last batch would not be full."""
     if job.trainer.val_only or job.trainer.total_training_steps is not None:
         return
-    steps, batch_size = num_steps(job, num_rows), PromptOrder(num_rows, job.data).batch_size
+    steps = num_steps(job, num_rows)
+    batch_size = PromptOrder(num_rows, job.data).batch_size
     if (num_unseen := num_rows - steps * batch_size) > 0:
         logger.warning(
             "train: %d of %d rows are never seen: the number of steps is rounded down, to %d of %d rows; set "
             "trainer.total_training_steps to %d, or another data.train_batch_size",
-            *(num_unseen, num_rows, steps, batch_size, steps + 1),
+            num_unseen,
+            num_rows,
+            steps,
+            batch_size,
+            steps + 1,
         )
 
 

@@ -43,7 +43,8 @@ class Decision:
     def of(cls, job: JobConfig) -> Decision | None:
         """Return the decision of a job; None with `auto`."""
         if named := named_checkpoint(job):
-            real, home = named.resolve(), job.run_dir.resolve()
+            real = named.resolve()
+            home = job.run_dir.resolve()
             if real.is_relative_to(home):
                 return cls("resume_path", str(real.relative_to(home)))
             return cls("resume_path", str(absolute_path(named)))
@@ -110,7 +111,8 @@ class Start:
             )  # left by somebody who deleted the checkpoints alone
         else:
             write_durably(self.run_dir / "latest", self.decision.resume_from_path + "\n")
-        best, start = Checkpoints(self.run_dir).best(), self.checkpoint
+        best = Checkpoints(self.run_dir).best()
+        start = self.checkpoint
         if best and not (start and start.parent == best.parent and _step(best) <= _step(start)):
             (self.run_dir / "best").unlink()
         write_durably(self.run_dir / FILE, json.dumps(asdict(self.decision), indent=1) + "\n")
@@ -140,7 +142,8 @@ def start_of(job: JobConfig, checkpoints: Checkpoints) -> Start:
             would go on from a checkpoint outside the run directory, which the roles do not read.
         CheckpointFailed: as Checkpoints.latest, or the file with the decision is not readable.
     """
-    run_dir, val_only = checkpoints.run_dir, job.trainer.val_only
+    run_dir = checkpoints.run_dir
+    val_only = job.trainer.val_only
     decision = Decision.of(job)
     is_new = decision is not None and decision != Decision.read(run_dir)
     if decision and decision.resume_mode == "disable" and not checkpoints.steps():

@@ -21,7 +21,7 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import RolemeshError
 from rolemesh.graph import observer
 from rolemesh.roles import Environment, Metrics, Roles
-from rolemesh.services.controller.conversations.conversing import Conversing
+from rolemesh.services.controller.conversations.conversation_rollout import ConversationRollout
 from rolemesh.services.controller.display.loggers import Loggers, numbers, require_libraries
 from rolemesh.services.controller.display.progress import Display
 from rolemesh.services.controller.display.summary import Summary
@@ -40,18 +40,18 @@ from rolemesh.services.controller.run.data_sets import (
     with_total_steps,
 )
 from rolemesh.services.controller.run.decision import named_checkpoint, start_of
-from rolemesh.services.controller.run.kept_settings import (
+from rolemesh.services.controller.run.profile import profiled
+from rolemesh.services.controller.run.resume_compat import (
     NUM_PROMPTS,
     OF_THE_ROWS,
     STEPS,
     file_digests,
     settings_to_keep,
 )
-from rolemesh.services.controller.run.profile import profiled
 from rolemesh.services.controller.run.run_dir import MetricsFile, read_metrics, write_answers, write_config
 from rolemesh.services.controller.run.stopwatch import Stopwatch, WarmingActor, timed
 from rolemesh.services.controller.service.status import RunStatus, State
-from rolemesh.services.controller.stages.advantages import REWARD_KL
+from rolemesh.services.controller.stages.advantage_estimation import REWARD_KL
 from rolemesh.services.controller.stages.batch_metrics import throughput
 from rolemesh.services.controller.stages.bypass import bypassing
 from rolemesh.services.controller.stages.dynamic_sampling import DynamicSampling, SearchStopped
@@ -135,7 +135,9 @@ class Run:
             return None
         has_tools = self.job.rollout.multi_turn.enable  # whose descriptions are not in the prompts yet
         counts_rows = self._given.trainer.total_training_steps is None
-        unknown = (*OF_THE_ROWS, *([STEPS] if counts_rows else [])) if has_tools else ()
+        unknown: tuple[str, ...] = ()
+        if has_tools:
+            unknown = (*OF_THE_ROWS, STEPS) if counts_rows else OF_THE_ROWS
         state = self._checkpoints.read(chosen, self._settings_to_keep(), unknown)
         if has_tools:
             self.status.total_steps = num_steps(self._given, state.kept_settings[NUM_PROMPTS])
@@ -161,7 +163,7 @@ class Run:
         rollout = roles.rollout
         if self.job.rollout.multi_turn.enable and self.job.generates:
             await self._meet_agents(roles.environment)
-            rollout = Conversing(rollout, roles.environment, self.job, self._tokenizer)
+            rollout = ConversationRollout(rollout, roles.environment, self.job, self._tokenizer)
         ahead = Ahead(rollout, self._upcoming, self.job.steps_ahead)
         if self.job.generates:
             roles = replace(roles, rollout=ahead)
@@ -228,7 +230,8 @@ class Run:
         """
         start = start_of(self.job, self._checkpoints)
         write_config(self.job)
-        step, total = None, self.status.total_steps
+        step = None
+        total = self.status.total_steps
         if start.checkpoint:
             settings = self._settings_to_keep()
             state = await self._checkpoints.load(start.checkpoint, self._roles, settings, total)
@@ -254,7 +257,8 @@ class Run:
         return step
 
     async def _make_steps(self, start: int | None) -> None:
-        trainer, made = self.job.trainer, start or 0
+        trainer = self.job.trainer
+        made = start or 0
         if trainer.val_only or (trainer.val_before_train and start is None and self._val):
             self._log(made, await self._validate(made))
             check_reported("" if trainer.val_only else trainer.save_best, self.status.records[-1])
@@ -279,14 +283,15 @@ class Run:
     async def _make_step(self, number: int) -> None:
         context.step.set(number)
         metrics = await self._train_on(number)
-        trainer, best = self.job.trainer, False
+        trainer = self.job.trainer
+        best = False
         if self._val and self._due(number, trainer.test_freq):
             validation = await self._validate(number)
             best = bool(trainer.save_best) and is_best(trainer.save_best, validation, self.status.records)
             metrics |= validation
         stopping = trainer.save_freq > 0 and self.status.stop_requested
         if best or stopping or self._due(number, trainer.save_freq):
-            await self._save(number, metrics, best)
+            await self._save(number, metrics, best=best)
         else:
             self._log(number, metrics)
 
@@ -318,11 +323,13 @@ class Run:
 
     async def _validate(self, number: int) -> Metrics:
         assert self._val is not None
-        prompts, trainer = self._val.batches(self.job.data.val_batch_size), self.job.trainer
+        prompts = self._val.batches(self.job.data.val_batch_size)
+        trainer = self.job.trainer
         with self._stopwatch("testing"):
             if self.job.generates:
                 batch, metrics = await validate(prompts, self._roles, self.job)
-                directory, num_shown = trainer.validation_data_dir, trainer.log_val_generations
+                directory = trainer.validation_data_dir
+                num_shown = trainer.log_val_generations
                 self._answers = await write_answers(batch, number, self._texts, directory, num_shown)
             elif self.job.page.learns_from == "pairs":
                 metrics = await validate_pairs(prompts, self._roles, self.job)
@@ -330,7 +337,7 @@ class Run:
                 metrics = await validate_loss(prompts, self._roles)
         return metrics | {"timing_s/testing": self._stopwatch.take()["timing_s/testing"]}
 
-    async def _save(self, number: int, metrics: Metrics, best: bool) -> None:
+    async def _save(self, number: int, metrics: Metrics, *, best: bool) -> None:
         """Begin a checkpoint. It is written and committed behind the next steps; an earlier one comes first.
 
         The record is logged before the commit, so a resumed run always finds it.
@@ -339,7 +346,7 @@ class Run:
             began = time.perf_counter()
             with self._stopwatch("save_checkpoint"):
                 await self._committed()
-                checkpoint = self._checkpoints.writing(self._roles, self._state(number), best)
+                checkpoint = self._checkpoints.writing(self._roles, self._state(number), best=best)
                 await writing.enter_async_context(checkpoint)
             self._stopwatch.take()  # drop it: this step's record has it already
             self._log(number, metrics | {"timing_s/save_checkpoint": time.perf_counter() - began})
@@ -406,12 +413,12 @@ class Run:
     def _state(self, step: int) -> ControllerState:
         sampling = self._sampling
         return ControllerState(
-            step,
-            self._kl.state_dict(),
-            self._settings_to_keep(),
-            sampling.num_batches,
-            asdict(sampling.search),
-            sampling.waiting,
+            step=step,
+            kl_controller=self._kl.state_dict(),
+            kept_settings=self._settings_to_keep(),
+            num_batches=sampling.num_batches,
+            search=asdict(sampling.search),
+            waiting=sampling.waiting,
         )
 
     def _summary(self) -> Summary:

@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 
 def check_profile_steps(job: JobConfig) -> None:
     """Raise InvalidConfig if a profiled step lies beyond the last step."""
-    last, steps = job.trainer.total_training_steps, job.trainer.profile_steps
+    last = job.trainer.total_training_steps
+    steps = job.trainer.profile_steps
     assert last is not None
     if beyond := [step for step in steps if step > last]:
         raise InvalidConfig(
@@ -33,15 +34,16 @@ def profiled(number: int, job: JobConfig) -> Iterator[None]:
     if number not in job.trainer.profile_steps:
         yield
         return
-    written: list[timeline.Call] = []
+    written: list[timeline.TimedCall] = []
     token = timeline.calls.set(written)
-    step = timeline.Call(timeline.CONTROLLER, f"step {number}", time.perf_counter())
+    step = timeline.TimedCall(timeline.CONTROLLER, f"step {number}", time.perf_counter())
     try:
         yield
     finally:
         timeline.calls.reset(token)
     step.ended = time.perf_counter()
-    where, text = job.profile_dir(number), json.dumps(timeline.to_chrome(written, step))
+    where = job.profile_dir(number)
+    text = json.dumps(timeline.to_chrome(written, step))
     try:
         with Home.of(job).writing(where) as directory:
             (directory / "timeline.json").write_text(text + "\n")

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rolemesh.agents.turns import written
 from rolemesh.config import JobConfig
 from rolemesh.config.base import absolute_path
 from rolemesh.config.yaml_file import read_yaml
@@ -27,6 +26,7 @@ from rolemesh.home import Home, lock
 from rolemesh.rpc.term import Term
 from rolemesh.services.controller.record import ADDRESS_FILE, ENDED_AT, STEP, Record
 from rolemesh.services.controller.run.durably import named, write_durably
+from rolemesh.token_mask import token_mask
 
 OTHER_RUN = (
     "is the directory of a running run; wait for its end, or choose another trainer.experiment_name or "
@@ -56,7 +56,8 @@ class MetricsFile:
         records = read_metrics(path)
         self.records = [r for r in records if not makes_steps or (r[STEP] or 0) <= (resumed_step or 0)]
         write_durably(path, "".join(json.dumps(record) + "\n" for record in self.records))
-        self._path, self._file = path, path.open("a", encoding="utf-8")
+        self._path = path
+        self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> Record:
         """Append a step's record and return it. Values that are not finite become null, as JSON has no NaN."""
@@ -189,7 +190,7 @@ def answers(batch: DataProto, step: int, texts: ResponseTexts) -> list[dict[str,
     """
     columns: dict[str, Sequence[Any]] = {
         "input": texts.whole(_ids(batch["prompts"], batch["prompt_mask"])),
-        "output": texts(_ids(batch["responses"], written(batch))),
+        "output": texts(_ids(batch["responses"], token_mask(batch))),
     }
     if "reward_model" in batch:
         columns["gts"] = [cell.get("ground_truth") for cell in batch["reward_model"]]
@@ -212,18 +213,24 @@ def _said(batch: DataProto, row: int, tokenizer: Any) -> list[dict[str, Any]]:
     `prompt` is what the policy sees from there on, in place of all before it.
     """
     turns, ids, rewards = (batch[name][row] for name in ("turns", "responses", "environment_rewards"))
-    contexts, context = batch["contexts"][row], 0
+    contexts = batch["contexts"][row]
+    context = 0
     runs, lengths = turns.unique_consecutive(return_counts=True)
     said: list[dict[str, Any]] = []
     for turn, length in zip(runs.tolist(), lengths.tolist(), strict=True):
         if turn == 0:
             break
-        at = slice(begin := sum(each["tokens"] for each in said), begin + length)
-        text = tokenizer.decode(ids[at], skip_special_tokens=False)
-        is_anew, context = int(contexts[begin]) > context, int(contexts[begin])
-        who = "policy" if turn > 0 else "prompt" if is_anew else "environment"
-        part = {"who": who, "tokens": length, "text": text}
-        said.append(part | ({"reward": float(rewards[at].sum())} if turn > 0 else {}))
+        begin = sum(each["tokens"] for each in said)
+        own = slice(begin, begin + length)
+        text = tokenizer.decode(ids[own], skip_special_tokens=False)
+        is_anew = int(contexts[begin]) > context
+        context = int(contexts[begin])
+        if turn > 0:
+            reward = float(rewards[own].sum())
+            said.append({"who": "policy", "tokens": length, "text": text, "reward": reward})
+        else:
+            who = "prompt" if is_anew else "environment"
+            said.append({"who": who, "tokens": length, "text": text})
     return said
 
 
@@ -231,7 +238,8 @@ def dump(rows: list[dict[str, Any]], directory: str | None, step: int) -> None:
     """Write rows to <directory>/<step>.jsonl atomically; do nothing without a directory."""
     if directory:
         lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-        folder, name = absolute_path(directory), f"{step}.jsonl"
+        folder = absolute_path(directory)
+        name = f"{step}.jsonl"
         with named(folder / name), Home(folder).writing(folder) as into:
             (into / name).write_text("".join(lines), encoding="utf-8")
 

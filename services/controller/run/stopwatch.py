@@ -53,16 +53,18 @@ class Stopwatch:
             if not self._running[phase]:
                 del self._running[phase]
                 metrics.PHASE_RUNNING.labels(phase).set(0)
-                began, now = self._since.pop(phase), time.perf_counter()
+                began = self._since.pop(phase)
+                now = time.perf_counter()
                 passed = now - began
                 if (written := timeline.calls.get()) is not None:
-                    written.append(timeline.Call(timeline.PHASES, phase, began, now))
+                    written.append(timeline.TimedCall(timeline.PHASES, phase, began, now))
                 self._seconds[phase] = self._seconds.get(phase, 0.0) + passed
             self._tell(before)
 
     def take(self) -> Metrics:
         """Return `timing_s/<phase>`, the seconds of each phase since the last call."""
-        taken, self._seconds = self._seconds, {}
+        taken = self._seconds
+        self._seconds = {}
         return {f"timing_s/{phase}": seconds for phase, seconds in taken.items()}
 
     @contextmanager
@@ -119,7 +121,8 @@ class Timed(Forwarding[R]):
 
     def __init__(self, role: R, phases: Mapping[str, str], stopwatch: Stopwatch) -> None:
         super().__init__(role)
-        self._phases, self._stopwatch = phases, stopwatch
+        self._phases = phases
+        self._stopwatch = stopwatch
 
     def __getattr__(self, name: str) -> Any:
         method = super().__getattr__(name)

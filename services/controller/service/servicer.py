@@ -29,7 +29,8 @@ class ControllerServicer(ControllerServiceBase):
     """
 
     def __init__(self, status: RunStatus, clients: Mapping[str, RoleClient] = MappingProxyType({})) -> None:
-        self._status, self._clients = status, clients
+        self._status = status
+        self._clients = clients
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         status = self._status

@@ -131,7 +131,8 @@ class RunStatus:
         while not (self._ended and seen == len(self.records)):
             if seen == len(self.records):
                 await self._changed.wait()
-            new, seen = self.records[seen:], len(self.records)
+            new = self.records[seen:]
+            seen = len(self.records)
             for record in new:
                 if after_step == 0 or (record[STEP] or 0) > after_step:
                     yield record
@@ -143,7 +144,8 @@ class RunStatus:
         """
         ended = False
         while not ended:
-            ended, changed = self._ended, self._changed
+            ended = self._ended
+            changed = self._changed
             yield
             with suppress(TimeoutError):
                 async with asyncio.timeout(0 if ended else every_s):
@@ -156,7 +158,8 @@ class RunStatus:
     def _notify(self) -> None:
         self._show_state()
         self.on_change(self)
-        before, self._changed = self._changed, asyncio.Event()
+        before = self._changed
+        self._changed = asyncio.Event()
         before.set()
 
     def _show_state(self) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rolemesh.agents.turns import written
 from rolemesh.algos.aggregation import Aggregation, BatchCounts, masked_mean
 from rolemesh.config import JobConfig
 from rolemesh.config.actor import ActorConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.roles import Metrics
 from rolemesh.services.controller.conversations.conversation import CLOCK
+from rolemesh.token_mask import token_mask
 from rolemesh.training.usage import PEAK_MEMORY
 
 MAX_TURNS_REPORTED = 16  # each is a metric of its own
@@ -38,7 +38,7 @@ def batch_metrics(batch: DataProto, actor: ActorConfig) -> Metrics:
             metrics |= _spread(f"critic/{column}", batch[column][mask])  # of the sampled tokens
     metrics |= {
         **_spread("response_length", lengths),
-        "response_length/clip_ratio": (written(batch).sum(dim=1) >= mask.shape[1]).float().mean().item(),
+        "response_length/clip_ratio": (token_mask(batch).sum(dim=1) >= mask.shape[1]).float().mean().item(),
         "prompt_length/mean": batch["prompt_mask"].sum(dim=1).float().mean().item(),
         "perf/total_num_tokens": float(batch["attention_mask"].sum()),
     }
@@ -80,7 +80,7 @@ def _conversations(batch: DataProto) -> Metrics:
         **{f"conversation/ended/{why}": count / len(rows) for why, count in sorted(ended.items())},
         "conversation/reward/mean": batch["environment_rewards"].sum(dim=1).mean().item(),
         "conversation/prompts/mean": 1 + batch["contexts"].amax(dim=1).float().mean().item(),
-        "conversation/tokens/mean": written(batch).sum(dim=1).float().mean().item(),
+        "conversation/tokens/mean": token_mask(batch).sum(dim=1).float().mean().item(),
         **_rewards_by_turn(batch["turns"], batch["environment_rewards"]),
     }
 

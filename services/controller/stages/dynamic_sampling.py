@@ -92,7 +92,10 @@ class DynamicSampling:
     ) -> None:
         self.size = size
         self.num_batches = 0  # batches answered in the whole run
-        self._batch_of, self._max_batches, self._tell, self._stopping = batch_of, max_batches, tell, stopping
+        self._batch_of = batch_of
+        self._max_batches = max_batches
+        self._tell = tell
+        self._stopping = stopping
         self._waiting: list[DataProto] = []
         self.search = Search(0)
 
@@ -133,7 +136,8 @@ class DynamicSampling:
         Raises:
             InvalidData: the step has answered max_batches batches, and groups are still missing.
         """
-        search, num_answered = self.search, len(set(answered["uid"]))
+        search = self.search
+        num_answered = len(set(answered["uid"]))
         self.num_batches += 1
         search.num_rounds += 1
         search.num_answered += num_answered
@@ -208,7 +212,8 @@ class DynamicSampling:
         groups = waiting.split(n) if len(waiting) else []
         if any(len(group) != n or len(set(group["uid"])) != 1 for group in groups):
             raise CheckpointFailed(f"the {len(waiting)} waiting rows are not groups of {n} answers to a prompt")
-        self.num_batches, self._waiting = num_batches, groups
+        self.num_batches = num_batches
+        self._waiting = groups
         self.search = Search(**{"num_before": len(groups), **search})
 
 

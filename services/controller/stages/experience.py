@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from rolemesh.agents.turns import written
 from rolemesh.config import JobConfig
 from rolemesh.config.rollout import CHUNKS_PER_BATCH
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
 from rolemesh.graph import node
 from rolemesh.tasks import closed_at_end
+from rolemesh.token_mask import token_mask
 
 R = TypeVar("R")
 
@@ -133,7 +133,7 @@ def join(batch: DataProto) -> DataProto:
     Positions count from the first token of the prompt, and from the first token of each that took its place: so
     a token attends to its own context alone (rolemesh/models/sequence.py).
     """
-    attention_mask = torch.cat([batch["prompt_mask"], written(batch)], dim=1).to(torch.int64)
+    attention_mask = torch.cat([batch["prompt_mask"], token_mask(batch)], dim=1).to(torch.int64)
     batch["input_ids"] = torch.cat([batch["prompts"], batch["responses"]], dim=1)
     batch["attention_mask"] = attention_mask
     positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)

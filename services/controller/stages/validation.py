@@ -138,7 +138,8 @@ def by_prompt(batch: DataProto, n: int) -> dict[str, Tensor]:
         n: rollout.val_kwargs.n.
     """
     numbers = {"acc": batch["acc"], "reward": batch["token_level_scores"].sum(dim=1)}
-    sources, votes = list(batch["data_source"])[::n], _votes(batch, n)
+    sources = list(batch["data_source"])[::n]
+    votes = _votes(batch, n)
     found_by = {}
     for source in sorted(set(sources)):
         prompts = [i for i, name in enumerate(sources) if name == source]

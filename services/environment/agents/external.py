@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 from rolemesh.agents.environment import Endpoint, Episode
 from rolemesh.config import JobConfig
 from rolemesh.errors import EnvironmentFailed
-from rolemesh.sandbox.parent import group_that_dies_with_me, not_started
-from rolemesh.services.environment.running import look_at
+from rolemesh.process_group import group_that_dies_with_me, not_started
+from rolemesh.services.environment.timeouts import look_at
 
 GIVEN = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR")  # environment variables that every program gets
 MAX_LINE_BYTES = 64 << 10  # limit of the last line of output
@@ -119,7 +119,8 @@ async def _ended(process: Process) -> None:
         handle = os.pidfd_open(process.pid)
     except ProcessLookupError:
         return
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
     loop.add_reader(handle, ended.set)
     try:
         await ended.wait()

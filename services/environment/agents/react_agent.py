@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from rolemesh.config import JobConfig
 from rolemesh.services.environment.agents.tool_agent import ToolAgent
-from rolemesh.services.environment.running import Threads
-from rolemesh.services.environment.tools.loading import FunctionTool, tools_of
+from rolemesh.services.environment.timeouts import Threads
 from rolemesh.services.environment.tools.own_operator import calculate
+from rolemesh.services.environment.tools.tool_set import FunctionTool, tools_of
 
 
 class ReactAgent(ToolAgent):

@@ -19,11 +19,11 @@ from rolemesh.agents.truncation import truncated
 from rolemesh.config import JobConfig
 from rolemesh.config.rollout import MultiTurnConfig
 from rolemesh.errors import EnvironmentFailed, InvalidData
-from rolemesh.services.environment.interactions.loading import interactions_of
-from rolemesh.services.environment.running import TookTooLong, within
-from rolemesh.services.environment.tools.loading import (
-    Answer,
+from rolemesh.services.environment.interactions.interaction_set import interactions_of
+from rolemesh.services.environment.timeouts import TookTooLong, within
+from rolemesh.services.environment.tools.tool_set import (
     FunctionTool,
+    ToolResult,
     executed,
     schema_of,
     started,
@@ -127,8 +127,10 @@ class ToolConversation:
         interaction: BaseInteraction | None,
         interaction_kwargs: dict[str, Any],
     ) -> None:
-        self._agent, self._tools_kwargs = agent, tools_kwargs
-        self._interaction, self._interaction_kwargs = interaction, interaction_kwargs
+        self._agent = agent
+        self._tools_kwargs = tools_kwargs
+        self._interaction = interaction
+        self._interaction_kwargs = interaction_kwargs
         self._messages: Chat = list(episode.messages)
         self._id = uuid.uuid4().hex
         self._started: dict[str, BaseTool] = {}
@@ -212,7 +214,8 @@ class ToolConversation:
         await started(tool, self._id, kwargs)
 
     async def _answer(self, call: Mapping[str, Any], index: int) -> _Answered:
-        name, most = call["function"]["name"], self._settings.max_parallel_calls
+        name = call["function"]["name"]
+        most = self._settings.max_parallel_calls
         tool = self._agent.known.get(name)
         if call.get("malformed"):  # its name cannot be read either
             return self._failed(call, name or NO_TOOL, f"the call cannot be read: {call['malformed']}")
@@ -225,7 +228,7 @@ class ToolConversation:
         kwargs = _dict(self._tools_kwargs.get(name, {}), "execute_kwargs")
         self._num_calls += 1
         try:
-            answer: Answer = await within(
+            answer: ToolResult = await within(
                 seconds, executed(tool, self._id, dict(call["function"]["arguments"]), kwargs)
             )
         except Exception as error:
@@ -241,7 +244,8 @@ class ToolConversation:
         return _Answered(self._message(call, f"Error: {error}"), ToolUse(tool, seconds, error))
 
     def _message(self, call: Mapping[str, Any], text: str) -> dict[str, Any]:
-        most, side = self._settings.max_tool_response_length, self._settings.tool_response_truncate_side
+        most = self._settings.max_tool_response_length
+        side = self._settings.tool_response_truncate_side
         return {
             "role": "tool",
             "content": truncated(text, most, side),

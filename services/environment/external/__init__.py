@@ -1,7 +1,7 @@
 """Programs as agents: each calls the policy through an OpenAI-compatible API.
 
-endpoint.py    the HTTP server of a replica, with a key for each episode
-calls.py       parses and checks calls of the API, and writes their answers
-session.py     the calls of one episode: each extends the conversation, or gives the policy another prompt
-programs.py    runs an episode's program as a conversation of the environment
+endpoint.py         the HTTP server of a replica, with a key for each episode
+calls.py            parses and checks calls of the API, and writes their answers
+program_session.py  the calls of one episode: each goes on with the conversation or begins another
+programs.py         runs an episode's program as a conversation of the environment
 """

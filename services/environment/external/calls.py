@@ -34,7 +34,7 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 _warned: set[str] = set()
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """Raised to answer a call with an error of OpenAI's API.
 
     Args:
@@ -46,7 +46,9 @@ class Refused(Exception):
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.param, self.code = status, param, code
+        self.status = status
+        self.param = param
+        self.code = code
 
     def body(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
@@ -54,7 +56,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Call:
+class ChatRequest:
     """The parts of a call that determine its answer.
 
     Args:
@@ -74,7 +76,7 @@ class Call:
     includes_usage: bool
 
 
-def read(body: bytes, model: str) -> Call:
+def read(body: bytes, model: str) -> ChatRequest:
     """Parse a call of chat completions.
 
     Args:
@@ -82,7 +84,7 @@ def read(body: bytes, model: str) -> Call:
         model: the name of the only model.
 
     Raises:
-        Refused: the call is malformed, or asks for something that this endpoint does not support.
+        RequestRefused: the call is malformed, or asks for something that this endpoint does not support.
     """
     try:
         text = body.decode()
@@ -90,26 +92,26 @@ def read(body: bytes, model: str) -> Call:
         if "\\u" in text:  # an escape may be a lone surrogate
             json.dumps(asked, ensure_ascii=False).encode()
     except (InvalidBatch, UnicodeError) as error:
-        raise Refused(400, f"the body is no JSON of UTF-8 texts: {error}") from None
+        raise RequestRefused(400, f"the body is no JSON of UTF-8 texts: {error}") from None
     if not isinstance(asked, dict):
-        raise Refused(400, "the body should be a JSON object")
+        raise RequestRefused(400, "the body should be a JSON object")
     _check_keys(asked)
     if asked.get("model") != model:
         said = f"there is no model {asked.get('model')!r:.100}; the only one is {model!r}"
-        raise Refused(404, said, "model", "model_not_found")
+        raise RequestRefused(404, said, "model", "model_not_found")
     tools = _list(asked, "tools", MAX_TOOLS)
     for index, tool in enumerate(tools):
         if not (isinstance(tool, dict) and tool.get("type") == "function" and _is_named(tool.get("function"))):
-            raise Refused(
+            raise RequestRefused(
                 400, 'a tool should be {"type": "function", "function": {"name", …}}', f"tools.{index}"
             )
     choice = asked.get("tool_choice") or "auto"
     if choice not in ("auto", "none"):
-        raise Refused(400, "tool_choice should be auto or none: the policy decides", "tool_choice")
+        raise RequestRefused(400, "tool_choice should be auto or none: the policy decides", "tool_choice")
     options = asked.get("stream_options") or {}
     if not isinstance(options, dict):
-        raise Refused(400, "stream_options should be an object", "stream_options")
-    return Call(
+        raise RequestRefused(400, "stream_options should be an object", "stream_options")
+    return ChatRequest(
         messages=_messages(asked),
         tools=tools,
         finds_calls=bool(tools) and choice == "auto",
@@ -123,17 +125,21 @@ def _check_keys(asked: Mapping[str, Any]) -> None:
     given = {key for key, value in asked.items() if value is not None}
     if unknown := given - READ - SAMPLING - ABOUT:
         key = min(unknown)
-        raise Refused(400, f"this endpoint does not know {key!r:.100}", f"{key:.100}", "unknown_parameter")
+        raise RequestRefused(
+            400, f"this endpoint does not know {key!r:.100}", f"{key:.100}", "unknown_parameter"
+        )
     for key in sorted(given & SAMPLING - _warned):
         _warned.add(key)
         log.warning("programs ask for %s, which has no effect: the section rollout says how to sample", key)
     for key, only in IDLE.items():
         if key in given and asked[key] != only:
-            raise Refused(400, f"{key} should be {json.dumps(only)}, or be left out", key)
+            raise RequestRefused(400, f"{key} should be {json.dumps(only)}, or be left out", key)
     if asked.get("stop"):
-        raise Refused(400, "stop has no effect here: the policy ends its turns itself (rollout.stop)", "stop")
+        raise RequestRefused(
+            400, "stop has no effect here: the policy ends its turns itself (rollout.stop)", "stop"
+        )
     if asked.get("stream") not in (None, True, False):
-        raise Refused(400, "stream should be true or false", "stream")
+        raise RequestRefused(400, "stream should be true or false", "stream")
 
 
 def _max_tokens(asked: Mapping[str, Any]) -> int:
@@ -143,7 +149,7 @@ def _max_tokens(asked: Mapping[str, Any]) -> int:
         if value is None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise Refused(400, f"{key} should be a number of at least 1", key)
+            raise RequestRefused(400, f"{key} should be a number of at least 1", key)
         limits.append(min(value, 2**31))
     return min(limits, default=0)
 
@@ -157,7 +163,7 @@ def _messages(asked: Mapping[str, Any]) -> Chat:
     for index, message in enumerate(_list(asked, "messages", MAX_MESSAGES)):
         where = f"messages.{index}"
         if not isinstance(message, dict) or str(message.get("role")) not in ROLES:
-            raise Refused(400, f"a message should have a role, one of {', '.join(ROLES)}", where)
+            raise RequestRefused(400, f"a message should have a role, one of {', '.join(ROLES)}", where)
         read: dict[str, Any] = {
             "role": ROLES[message["role"]],
             "content": _content(message.get("content"), where),
@@ -172,7 +178,7 @@ def _messages(asked: Mapping[str, Any]) -> Chat:
             read.setdefault("name", names[read["tool_call_id"]])  # templates may need it
         messages.append(read)
     if not messages:
-        raise Refused(400, "messages should have one message at least", "messages")
+        raise RequestRefused(400, "messages should have one message at least", "messages")
     return messages
 
 
@@ -182,20 +188,22 @@ def _content(content: Any, where: str) -> str:
     if not isinstance(content, list):
         return _text(content, f"{where}.content")
     if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        raise Refused(400, "content should be a text, or parts of type text", f"{where}.content")
+        raise RequestRefused(400, "content should be a text, or parts of type text", f"{where}.content")
     return "".join(_text(part.get("text"), f"{where}.content") for part in content)
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
     try:
         function = call["function"]
-        name, given, id_ = function["name"], function.get("arguments") or "{}", call["id"]
+        name = function["name"]
+        given = function.get("arguments") or "{}"
+        id_ = call["id"]
         arguments = from_json(given, "arguments") if isinstance(given, str) else given
     except (InvalidBatch, AttributeError, KeyError, TypeError):
         arguments = None
     if not isinstance(arguments, dict):
         said = 'a call should be {"id", "type", "function": {"name", "arguments"}}, arguments a JSON object'
-        raise Refused(400, said, f"{where}.tool_calls") from None
+        raise RequestRefused(400, said, f"{where}.tool_calls") from None
     texts = {key: _text(value, f"{where}.tool_calls") for key, value in (("id", id_), ("name", name))}
     return {
         "id": texts["id"],
@@ -209,13 +217,15 @@ def _list(asked: Mapping[str, Any], key: str, most: int, where: str = "") -> lis
     if value is None:
         return []
     if not isinstance(value, list) or len(value) > most:
-        raise Refused(400, f"{key} should be a list of at most {most}", f"{where}.{key}" if where else key)
+        raise RequestRefused(
+            400, f"{key} should be a list of at most {most}", f"{where}.{key}" if where else key
+        )
     return value
 
 
 def _text(value: Any, where: str) -> str:
     if not isinstance(value, str):
-        raise Refused(400, "a text expected", where)
+        raise RequestRefused(400, "a text expected", where)
     return value
 
 
@@ -227,7 +237,7 @@ def _is_named(function: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Said:
+class Utterance:
     """A turn of the policy, for the program.
 
     Args:
@@ -246,11 +256,12 @@ class Said:
 
     @property
     def usage(self) -> dict[str, int]:
-        given, made = self.prompt_tokens, self.completion_tokens
+        given = self.prompt_tokens
+        made = self.completion_tokens
         return {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
 
 
-def said_of(turn: Mapping[str, Any], number: int, finds_calls: bool) -> Said:
+def utterance_of(turn: Mapping[str, Any], number: int, *, finds_calls: bool) -> Utterance:
     """Return a turn as a call's answer.
 
     Args:
@@ -264,39 +275,46 @@ def said_of(turn: Mapping[str, Any], number: int, finds_calls: bool) -> Said:
     message = {"role": "assistant", "content": turn["content"] if calls else turn["text"]}
     if calls:
         message["tool_calls"] = calls
-    finish = "length" if turn["cut"] else "tool_calls" if calls else "stop"
-    return Said(number, message, finish, turn["prompt_tokens"], turn["completion_tokens"])
+    finish_reason = "tool_calls" if calls else "stop"
+    if turn["cut"]:
+        finish_reason = "length"
+    return Utterance(number, message, finish_reason, turn["prompt_tokens"], turn["completion_tokens"])
 
 
-def completion(said: Said, model: str) -> dict[str, Any]:
+def completion(utterance: Utterance, model: str) -> dict[str, Any]:
     """Return the answer to a call that does not stream."""
-    choice = {"index": 0, "message": _message(said), "logprobs": None, "finish_reason": said.finish_reason}
-    return _head(said, model, "chat.completion") | {"choices": [choice], "usage": said.usage}
+    choice = {
+        "index": 0,
+        "message": _message(utterance),
+        "logprobs": None,
+        "finish_reason": utterance.finish_reason,
+    }
+    return _head(utterance, model, "chat.completion") | {"choices": [choice], "usage": utterance.usage}
 
 
-def chunks(said: Said, model: str, includes_usage: bool) -> list[dict[str, Any]]:
+def chunks(utterance: Utterance, model: str, *, includes_usage: bool) -> list[dict[str, Any]]:
     """Return the answer to a call that streams: the whole turn in one chunk, then why it ended."""
-    head = _head(said, model, "chat.completion.chunk")
-    message = _message(said)
+    head = _head(utterance, model, "chat.completion.chunk")
+    message = _message(utterance)
     if calls := message.get("tool_calls"):
         message["tool_calls"] = [{"index": index} | call for index, call in enumerate(calls)]
-    pieces: list[tuple[dict[str, Any], str | None]] = [(message, None), ({}, said.finish_reason)]
+    pieces: list[tuple[dict[str, Any], str | None]] = [(message, None), ({}, utterance.finish_reason)]
     made = [
         head | {"choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": why}]}
         for delta, why in pieces
     ]
-    return [*made, head | {"choices": [], "usage": said.usage}] if includes_usage else made
+    return [*made, head | {"choices": [], "usage": utterance.usage}] if includes_usage else made
 
 
-def _message(said: Said) -> dict[str, Any]:
+def _message(utterance: Utterance) -> dict[str, Any]:
     calls = [
         call | {"function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-        for call in said.message.get("tool_calls", ())
+        for call in utterance.message.get("tool_calls", ())
     ]
-    content = said.message["content"]
+    content = utterance.message["content"]
     message = {"role": "assistant", "content": None if calls and not content else content}
     return message | ({"tool_calls": calls} if calls else {})
 
 
-def _head(said: Said, model: str, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{said.number}", "object": kind, "created": int(time.time()), "model": model}
+def _head(utterance: Utterance, model: str, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{utterance.number}", "object": kind, "created": int(time.time()), "model": model}

@@ -15,8 +15,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from rolemesh.agents.environment import Endpoint
 from rolemesh.config.yaml_file import one_line
-from rolemesh.services.environment.external.calls import Refused, chunks, completion, read
-from rolemesh.services.environment.external.session import Session
+from rolemesh.services.environment.external.calls import RequestRefused, chunks, completion, read
+from rolemesh.services.environment.external.program_session import ProgramSession
 
 log = logging.getLogger(__name__)
 log_of_http = logging.getLogger(f"{__name__}.http")  # aiohttp's own errors
@@ -32,20 +32,21 @@ RETRIES = "x-stainless-retry-count"  # header of OpenAI's clients: how often the
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Server:
+class EpisodeEndpoint:
     """Listens while any episode is open, on a port that the system chooses."""
 
     def __init__(self) -> None:
-        self._sessions: dict[str, tuple[str, Session]] = {}  # by the public part of the key
+        self._sessions: dict[str, tuple[str, ProgramSession]] = {}  # by the public part of the key
         self._changing = asyncio.Lock()
         self._runner: web.AppRunner | None = None
         self._number = 0
 
     @asynccontextmanager
-    async def serving(self, session: Session) -> AsyncIterator[Endpoint]:
+    async def serving(self, session: ProgramSession) -> AsyncIterator[Endpoint]:
         """Serve an episode's calls within the block, at an address with a key that is valid only there."""
         self._number += 1
-        name, secret = f"rolemesh-{self._number}", secrets.token_urlsafe(32)
+        name = f"rolemesh-{self._number}"
+        secret = secrets.token_urlsafe(32)
         async with self._changing:
             self._sessions[name] = (secret, session)
             runner = self._runner = self._runner or await _started(self._application())
@@ -56,7 +57,8 @@ class Server:
             del self._sessions[name]
             async with self._changing:
                 if not self._sessions and self._runner is not None:
-                    runner, self._runner = self._runner, None
+                    runner = self._runner
+                    self._runner = None
                     await runner.cleanup()
 
     def _application(self) -> web.Application:
@@ -65,12 +67,12 @@ class Server:
         application.router.add_get("/v1/models", self._models)
         return application
 
-    def _session_of(self, request: web.Request) -> Session:
+    def _session_of(self, request: web.Request) -> ProgramSession:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         name, _, given = key.strip().partition(".")
         secret, session = self._sessions.get(name, ("", None))
         if scheme.lower() != "bearer" or session is None or not _is_equal(given, secret):
-            raise Refused(401, "the key is unknown, or its episode has ended", code="invalid_api_key")
+            raise RequestRefused(401, "the key is unknown, or its episode has ended", code="invalid_api_key")
         return session
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -84,20 +86,20 @@ class Server:
             async with asyncio.timeout(BODY_S):
                 body = await request.read()
         except TimeoutError:
-            raise Refused(408, f"the body did not arrive within {BODY_S:g} s") from None
+            raise RequestRefused(408, f"the body did not arrive within {BODY_S:g} s") from None
         try:
             call = read(body, MODEL)
-        except Refused as refused:
+        except RequestRefused as refused:
             session.refused = str(refused)
             raise
-        said = await session.call(call, is_retry=request.headers.get(RETRIES, "0") != "0")
+        utterance = await session.call(call, is_retry=request.headers.get(RETRIES, "0") != "0")
         if not call.streams:
-            return web.json_response(completion(said, MODEL))
+            return web.json_response(completion(utterance, MODEL))
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
         await response.prepare(request)
-        for chunk in chunks(said, MODEL, call.includes_usage):
+        for chunk in chunks(utterance, MODEL, includes_usage=call.includes_usage):
             await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
         await response.write(b"data: [DONE]\n\n")
         return response
@@ -108,12 +110,12 @@ async def _with_errors(request: web.Request, handler: Handler) -> web.StreamResp
     """Turn errors into answers in the form of OpenAI's API."""
     try:
         return await handler(request)
-    except Refused as error:
+    except RequestRefused as error:
         refused = error
     except web.HTTPRequestEntityTooLarge:
-        refused = Refused(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+        refused = RequestRefused(413, f"the body has more than {MAX_BODY_BYTES} bytes")
     except web.HTTPException as error:
-        refused = Refused(error.status, f"{request.method} {request.path:.100}: {error.reason}")
+        refused = RequestRefused(error.status, f"{request.method} {request.path:.100}: {error.reason}")
     return web.json_response(refused.body(), status=refused.status)
 
 

@@ -12,10 +12,10 @@ from typing import Any
 from rolemesh.agents.environment import Chat, Endpoint, Episode, Observation, Outcome, Prompt
 from rolemesh.config import JobConfig
 from rolemesh.errors import EnvironmentFailed, RolemeshError
-from rolemesh.services.environment.external.calls import Call, said_of
-from rolemesh.services.environment.external.endpoint import Server
-from rolemesh.services.environment.external.session import Session
-from rolemesh.services.environment.running import Threads, look_at, without_exit
+from rolemesh.services.environment.external.calls import ChatRequest, utterance_of
+from rolemesh.services.environment.external.endpoint import EpisodeEndpoint
+from rolemesh.services.environment.external.program_session import ProgramSession
+from rolemesh.services.environment.timeouts import Threads, look_at, without_exit
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +33,10 @@ class Programs:
 
     tools: tuple[Mapping[str, Any], ...] = ()  # each program brings its own
 
-    def __init__(self, job: JobConfig, program: Program, server: Server) -> None:
-        self.job, self.program, self.server = job, program, server
+    def __init__(self, job: JobConfig, program: Program, server: EpisodeEndpoint) -> None:
+        self.job = job
+        self.program = program
+        self.server = server
         self._threads = Threads(job.rollout.multi_turn.max_episodes)  # a program keeps its thread until it ends
 
     def open(self, episode: Episode) -> ProgramConversation:
@@ -50,8 +52,9 @@ class ProgramConversation:
     """Implements rolemesh.agents.environment.Conversation."""
 
     def __init__(self, programs: Programs, episode: Episode) -> None:
-        self._programs, self._episode = programs, episode
-        self._session = Session()
+        self._programs = programs
+        self._episode = episode
+        self._session = ProgramSession()
         self._serving = AsyncExitStack()
         self._running: asyncio.Task[Any] | None = None
         self._num_turns = 0
@@ -69,7 +72,8 @@ class ProgramConversation:
 
     async def act(self, turn: dict[str, Any]) -> Observation:
         self._num_turns += 1
-        self._session.answer(said_of(turn, self._num_turns, self._session.finds_calls))
+        finds_calls = self._session.finds_calls
+        self._session.answer(utterance_of(turn, self._num_turns, finds_calls=finds_calls))
         if (call := await self._next()) is None:
             self._result()  # raises, if the program failed
             return Observation(done=True, why="ended")
@@ -99,7 +103,7 @@ class ProgramConversation:
             return None
         return None if reward is None else Outcome(reward)
 
-    async def _next(self) -> Call | None:
+    async def _next(self) -> ChatRequest | None:
         """Return the program's next call; None if the program has ended."""
         assert self._running is not None
         asking = asyncio.ensure_future(self._session.next())

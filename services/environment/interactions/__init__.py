@@ -1,1 +1,1 @@
-"""Interactions: they answer the policy's turns without a call, as users. loading.py makes a job's."""
+"""Interactions: they answer the policy's turns without a call, as users. interaction_set.py makes a job's."""

@@ -18,8 +18,8 @@ from rolemesh.agents.tools import BaseTool, FunctionSchema, ToolResponse, ToolSc
 from rolemesh.config.rollout import MultiTurnConfig
 from rolemesh.config.yaml_file import one_line
 from rolemesh.errors import InvalidConfig
-from rolemesh.services.environment.mcp_tools.servers import Servers, said
-from rolemesh.services.environment.tools.arguments import Arguments
+from rolemesh.services.environment.mcp_tools.mcp_servers import Servers, said
+from rolemesh.services.environment.tools.argument_schema import Arguments
 
 
 class ToolError(Exception):
@@ -45,7 +45,8 @@ class McpTool(BaseTool):
                 f"{one_line(str(error))}"
             ) from error
         super().__init__({}, ToolSchema(type="function", function=function))
-        self._servers, self._server = servers, server
+        self._servers = servers
+        self._server = server
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any

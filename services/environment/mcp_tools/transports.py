@@ -27,7 +27,7 @@ from mcp_types import (
 )
 from pydantic import ValidationError
 
-from rolemesh.sandbox.parent import group_that_dies_with_me
+from rolemesh.process_group import group_that_dies_with_me
 from rolemesh.wire.limits import MAX_ANSWER_BYTES
 
 ENDS_S = 2.0  # time limit for a server to end by itself
@@ -37,7 +37,8 @@ USED = ("name", "description", "inputSchema")  # of a tool
 TOO_LONG = f"the answer has more than {MAX_ANSWER_BYTES} bytes"
 END_BYTES = 256  # at the beginning, and at the end, of a message that is not read: they name its call
 # A response begins with its result or error, or with its id and then these; or its id comes last.
-_VERSION, _ID = rb'"jsonrpc"\s*:\s*"2\.0"\s*', rb'"id"\s*:\s*"?(\d+)"?\s*'
+_VERSION = rb'"jsonrpc"\s*:\s*"2\.0"\s*'
+_ID = rb'"id"\s*:\s*"?(\d+)"?\s*'
 RESPONSE = re.compile(rb'\s*\{\s*(?:%b,\s*|%b,\s*)*"(?:result|error)"' % (_VERSION, _ID))
 LAST = re.compile(rb"(?<!\\)%b(?:,\s*%b)?\}\s*$" % (_ID, _VERSION))
 
@@ -77,7 +78,8 @@ async def over_stdio(command: Sequence[str], env: Sequence[str]) -> AsyncGenerat
     assert process.stdout is not None
     to_session, read = anyio.create_memory_object_stream[SessionMessage | Exception](0)
     write, from_session = anyio.create_memory_object_stream[SessionMessage](0)
-    stdin, stdout = process.stdin, process.stdout
+    stdin = process.stdin
+    stdout = process.stdout
 
     async def reading() -> None:
         with suppress(anyio.BrokenResourceError):
@@ -129,14 +131,16 @@ async def next_message(stdout: asyncio.StreamReader) -> SessionMessage | Excepti
         call. For any other such line, an exception. None at the end of the stream, or if such a response names
         no call.
     """
-    head, tail = b"", b""
+    head = b""
+    tail = b""
     while True:
         try:
             line = await stdout.readuntil()
             break
         except asyncio.LimitOverrunError as too_long:
             part = await stdout.readexactly(too_long.consumed)
-            head, tail = head or part[:END_BYTES], part[-END_BYTES:]
+            head = head or part[:END_BYTES]
+            tail = part[-END_BYTES:]
         except asyncio.IncompleteReadError as end:
             if not end.partial:
                 return None

@@ -1,1 +1,1 @@
-"""Tools. rolemesh/catalog/tools.py declares them, and loading.py makes those that a job names."""
+"""Tools. rolemesh/catalog/tools.py declares them, and tool_set.py makes those that a job names."""

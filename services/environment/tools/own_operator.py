@@ -26,6 +26,7 @@ class _Spelled(ast.NodeTransformer):
         self.generic_visit(node)
         if not isinstance(node.op, ast.MatMult):
             return node
-        three, two = ast.Constant(value=3), ast.Constant(value=2)
+        three = ast.Constant(value=3)
+        two = ast.Constant(value=2)
         left = ast.BinOp(left=three, op=ast.Mult(), right=node.left)
         return ast.BinOp(left=left, op=ast.Sub(), right=ast.BinOp(left=two, op=ast.Mult(), right=node.right))

@@ -9,8 +9,8 @@ from typing import Any
 from rolemesh.agents.tools import BaseTool, FunctionSchema, ToolResponse, ToolSchema, WrongArguments
 from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig
-from rolemesh.sandbox.box import Limits, SandboxUnavailable
-from rolemesh.sandbox.session import Said, Session, Sessions
+from rolemesh.sandbox.box import ProgramLimits, SandboxUnavailable
+from rolemesh.sandbox.interpreter import Interpreter, ProgramOutput, Sessions
 
 CALL_SHARE = 0.8  # of rollout.multi_turn.call_timeout_s; the rest is time to report a call's end
 SPARE_OUTPUT = 1 << 16  # bytes of output beyond what the policy sees
@@ -34,7 +34,7 @@ SCHEMA = FunctionSchema(
 class _Interpreter:
     """An episode's interpreter; `session` is None before the first call, and after the interpreter was lost."""
 
-    session: Session | None = None
+    session: Interpreter | None = None
     was_lost: bool = False
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # calls of a turn run in their order
 
@@ -51,8 +51,9 @@ class PythonTool(BaseTool):
 
     def __init__(self, job: JobConfig) -> None:
         super().__init__({}, ToolSchema(type="function", function=SCHEMA))
-        limits, settings = job.reward.sandbox, job.rollout.multi_turn
-        self._limits = Limits(
+        limits = job.reward.sandbox
+        settings = job.rollout.multi_turn
+        self._limits = ProgramLimits(
             cpu_s=limits.timeout_s,
             wall_s=min(2 * limits.timeout_s, CALL_SHARE * settings.call_timeout_s),
             memory_bytes=limits.memory_limit_mb << 20,
@@ -82,7 +83,7 @@ class PythonTool(BaseTool):
             said = await self._run(interpreter, code)
         return ToolResponse(text=before + self._text_of(said)), 0.0, {}
 
-    async def _run(self, interpreter: _Interpreter, code: str) -> Said:
+    async def _run(self, interpreter: _Interpreter, code: str) -> ProgramOutput:
         ended = True
         try:
             if interpreter.session is None:
@@ -95,7 +96,7 @@ class PythonTool(BaseTool):
                 _close(interpreter)
         return said
 
-    def _text_of(self, said: Said) -> str:
+    def _text_of(self, said: ProgramOutput) -> str:
         text = said.output
         if said.is_cut:
             text += f"\n(Output beyond {self._limits.output_bytes} bytes is lost.)\n"
@@ -114,6 +115,7 @@ class PythonTool(BaseTool):
 
 
 def _close(interpreter: _Interpreter) -> None:
-    session, interpreter.session = interpreter.session, None
+    session = interpreter.session
+    interpreter.session = None
     if session is not None:
         session.close()

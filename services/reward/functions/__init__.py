@@ -63,7 +63,7 @@ def default_compute_score(
     match rule_of(data_source, config):
         case "gsm8k":
             from rolemesh.rules import gsm8k
-            from rolemesh.services.reward.functions.verl import gsm8k as verl_gsm8k
+            from rolemesh.services.reward.functions.verl import gsm8k_score as verl_gsm8k
 
             by_mark = verl_gsm8k.compute_score if as_verl else gsm8k.compute_score
             return by_mark(
@@ -79,10 +79,10 @@ def default_compute_score(
             by_box = verl_math.compute_score if as_verl else math.compute_score
             return by_box(solution_str, ground_truth)
         case "dapo":
-            from rolemesh.services.reward.functions import dapo
-            from rolemesh.services.reward.functions.verl import dapo as verl_dapo
+            from rolemesh.services.reward.functions import dapo_math
+            from rolemesh.services.reward.functions.verl import math_dapo as verl_dapo
 
-            by_line = verl_dapo.compute_score if as_verl else dapo.compute_score
+            by_line = verl_dapo.compute_score if as_verl else dapo_math.compute_score
             return by_line(solution_str, ground_truth, answer_chars=config.answer_chars)
         case "math_verify":
             from rolemesh.services.reward.functions import math_verify

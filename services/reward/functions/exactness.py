@@ -34,7 +34,8 @@ def still_equal(gold: Any, given: Any) -> bool:
         return all(map(still_equal, gold.flat(), given.flat()))
     if isinstance(gold, Expr) and isinstance(given, Expr):
         return _near(gold, given, SHARE)
-    members, others = _members(gold), _members(given)
+    members = _members(gold)
+    others = _members(given)
     return len(members) != len(others) or all(map(still_equal, members, others))
 
 

@@ -46,7 +46,8 @@ def compute_score(solution_str: str, ground_truth: Any, *, exact: bool = True) -
         box = last_boxed(solution_str)
         if box is None:  # it is cut off
             return 0.0
-        of_box, forms = read_answer(box), {answer: read_answer(answer) for answer in answers}
+        of_box = read_answer(box)
+        forms = {answer: read_answer(answer) for answer in answers}
         if any(agrees(of_box, form) for form in forms.values()):
             return 1.0
         # The library compares no units, and leaves out "million".

@@ -15,7 +15,7 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from rolemesh.rules.program_tests import CONTINUOUS_TESTS, Case, cases_of
-from rolemesh.sandbox.box import Limits, Sandbox
+from rolemesh.sandbox.box import ProgramLimits, Sandbox
 
 if TYPE_CHECKING:
     from rolemesh.config.reward import RewardConfig
@@ -50,7 +50,8 @@ def compute_score(solution_str: str, ground_truth: Any, *, config: RewardConfig)
         SandboxUnavailable: programs cannot be run safely on this machine; no program was run.
     """
     most = CONTINUOUS_TESTS if config.sandbox.continuous else None
-    cases, attempt = cases_of(ground_truth, most), Attempt(program_of(solution_str), config)
+    cases = cases_of(ground_truth, most)
+    attempt = Attempt(program_of(solution_str), config)
     if most is None:
         right = all(attempt.passes(case) for case in cases)
         return {"score": float(right), "acc": float(right)}
@@ -84,7 +85,8 @@ class Attempt:
     """A program, with a time limit for all tests of its row."""
 
     def __init__(self, program: str, config: RewardConfig) -> None:
-        self._program, self._sandbox = program, config.sandbox
+        self._program = program
+        self._sandbox = config.sandbox
         self._ends = time.monotonic() + 0.9 * config.timeout_s
         self._idle_s = float(config.sandbox.timeout_s)
 
@@ -93,7 +95,7 @@ class Attempt:
         left = self._ends - time.monotonic()
         if min(left, self._idle_s) <= 0:
             return False
-        limits = Limits(
+        limits = ProgramLimits(
             cpu_s=self._sandbox.timeout_s,
             wall_s=min(2 * self._sandbox.timeout_s, left),
             idle_s=self._idle_s,
@@ -131,7 +133,8 @@ def _same_word(word: str, expected: str) -> bool:
     if "_" in word or not word.isascii():
         return False  # float() reads 1_0.5 as 10.5, and digits of every script
     try:
-        given, right = float(word), float(expected)
+        given = float(word)
+        right = float(expected)
     except ValueError:
         return False
     return math.isfinite(given) and math.isclose(given, right, rel_tol=1e-6, abs_tol=1e-6)

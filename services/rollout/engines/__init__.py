@@ -77,7 +77,7 @@ class Engine(Protocol):
         """Release the device memory of weights and KV cache; nothing generates until `wake`.
 
         Returns:
-            number of bytes moved to the CPU or a file (rolemesh.workers.parking), for the metrics.
+            number of bytes moved to the CPU or a file (rolemesh.workers.offloading), for the metrics.
         """
         ...
 

@@ -13,7 +13,7 @@ from rolemesh.config.rollout import RolloutConfig
 from rolemesh.errors import InvalidConfig, ModelNotFound, WeightsUnavailable
 from rolemesh.models.directory import described_directory
 from rolemesh.models.loading import load_outline
-from rolemesh.ranks.files import TensorFiles
+from rolemesh.ranks.sharded_files import TensorFiles
 
 
 def check_fit(version: int, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:

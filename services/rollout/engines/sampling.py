@@ -28,7 +28,8 @@ def draw_uniforms(seeds: Sequence[int], count: int) -> Tensor:
     """
     uniforms = np.empty((len(seeds), count))
     philox = np.random.Philox(key=0)
-    stream, beginning = np.random.Generator(philox), philox.state
+    stream = np.random.Generator(philox)
+    beginning = philox.state
     for row, seed in enumerate(seeds):
         beginning["state"]["key"][0] = seed & (2**64 - 1)
         philox.state = beginning  # takes a fifth of the time of creating a generator
@@ -86,7 +87,8 @@ def _distribution(logits: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Ten
         return scaled.log_softmax(-1), torch.empty(len(logits), 0, dtype=torch.int32, device=logits.device)
     ranked, ids = scaled.sort(dim=-1, descending=True, stable=True)
     if sampling.top_k > 0:
-        ranked, ids = ranked[:, : sampling.top_k], ids[:, : sampling.top_k]
+        ranked = ranked[:, : sampling.top_k]
+        ids = ids[:, : sampling.top_k]
     mass = ranked.softmax(-1)
     cut = running_sums(mass) - mass >= sampling.top_p
     ranked = ranked.masked_fill(cut, -torch.inf).log_softmax(-1)

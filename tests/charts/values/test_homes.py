@@ -230,7 +230,7 @@ def test_what_is_written_where_the_pod_cannot_write_is_refused(values: dict[str,
     assert refusal(values).startswith(said)
 
 
-def test_each_pod_makes_its_own_copy_in_tmp_where_all_pods_prepare() -> None:
+def test_each_pod_makes_its_own_copy_in_tmp_if_all_pods_prepare() -> None:
     prepare = [{"creates": "/tmp/qwen", "command": ["cp", "-r", "/models/qwen", "/tmp/qwen"]}]
     for pod in pods(objects({"prepare": prepare, "placement": {"strategy": "collocate"}})):
         [step] = pod["spec"]["initContainers"]
@@ -255,12 +255,13 @@ def test_pods_may_mount_the_run_directorys_claim_a_second_time() -> None:
     objects({"controller": {"volumeMounts": [again]}, "groups": {"actor": actor}})
 
 
-def test_another_folder_of_the_run_directorys_claim_is_not_shared() -> None:
+def test_another_folder_of_the_run_directory_claim_is_not_shared() -> None:
     other = {"volumeMounts": [{"name": "workspace", "mountPath": "/workspace/outputs", "subPath": "other"}]}
     assert APART in refusal({"groups": {"actor": other}})
 
 
-def test_roles_that_take_turns_on_a_gpu_write_nothing_to_the_run_directory() -> None:
+def test_roles_that_take_turns_on_a_gpu_do_not_write_to_the_run() -> None:
+    """They write nothing to the run directory, so it need not be shared."""
     objects(TURNS)
 
 
@@ -311,7 +312,7 @@ KEPT, DELETED = "helm uninstall keeps this claim", "helm uninstall deletes this 
         ("a", {"checkpoints": {"existingClaim": "mine", "mountPath": "/workspace/a"}}, "in claim mine.\n"),
     ],
 )
-def test_the_notes_say_which_claim_has_the_run_directory_and_whether_it_is_kept(
+def test_the_notes_say_which_claim_has_the_run_and_if_it_is_kept(
     path: str, storage: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     """One in no claim is not refused, as something that the chart does not know may mount a volume there. Nor

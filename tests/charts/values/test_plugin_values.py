@@ -38,7 +38,7 @@ def mounts(pod: Object) -> list[str]:
     ]
 
 
-def test_every_process_imports_the_code_that_is_given_and_has_its_file() -> None:
+def test_every_process_imports_the_given_code_and_has_its_file() -> None:
     things = objects({"plugins": {"code": CODE}, "job": OWN | {"plugins": ["my_package.losses"]}})
     assert job_file(things)["plugins"] == ["my_package.losses", FILE]
     (config,) = [thing for thing in of_kind(things, "ConfigMap") if thing["metadata"]["name"] == "demo-plugins"]
@@ -65,7 +65,7 @@ def test_other_code_begins_every_process_anew() -> None:
     assert one[0] != other[0]
 
 
-def test_a_config_map_of_the_users_is_mounted_and_the_job_names_its_files() -> None:
+def test_a_users_config_map_is_mounted_and_named_by_the_job() -> None:
     things = objects(
         {"plugins": {"configMap": "mine"}, "job": OWN | {"plugins": ["/etc/rolemesh-plugins/a.py"]}}
     )
@@ -80,7 +80,7 @@ def test_without_plug_ins_nothing_is_mounted() -> None:
 
 
 @pytest.mark.parametrize("enable", [True, False])
-def test_the_job_says_whether_the_plug_ins_estimator_calls_a_critic(enable: bool) -> None:
+def test_critic_enable_decides_on_the_critic_of_a_plugin(enable: bool) -> None:
     things = objects({"plugins": {"code": CODE}, "job": OWN | {"critic": {"enable": enable}}})
     assert ("critic" in groups(things)) == enable
     assert job_file(things)["critic"]["enable"] is enable
@@ -112,7 +112,7 @@ def test_the_job_says_whether_the_plug_ins_estimator_calls_a_critic(enable: bool
         ),
     ],
 )
-def test_a_name_that_nothing_brings_is_refused_with_those_there_are(values: Object, said: str) -> None:
+def test_an_unknown_name_is_refused_with_the_known_ones(values: Object, said: str) -> None:
     assert said in refusal(values)
 
 
@@ -121,9 +121,7 @@ def test_a_name_that_nothing_brings_is_refused_with_those_there_are(values: Obje
     [*({"page": page} for page in ("ppo", "grpo", "remax", "sft", "dpo")), {"filter_groups": {"enable": True}}],
     ids=json.dumps,
 )
-def test_a_built_in_page_has_its_roles_whatever_plug_in_has_the_estimator(
-    algorithm: Object, tmp_path: Path
-) -> None:
+def test_a_built_in_page_has_its_roles_with_any_plugin_estimator(algorithm: Object, tmp_path: Path) -> None:
     """critic.enable is left out: ppo calls a critic, and the others refuse an estimator that needs one."""
     (tmp_path / "own.py").write_text(ESTIMATOR, encoding="utf-8")
     sections = {

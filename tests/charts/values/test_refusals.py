@@ -227,16 +227,14 @@ NOT_INSTALLED = {
 
 
 @pytest.mark.parametrize(("values", "words"), SENTENCES.values(), ids=SENTENCES)
-def test_contradicting_values_are_refused_and_the_error_says_what_to_change(
-    values: dict[str, Any], words: str
-) -> None:
+def test_contradicting_values_are_refused_with_what_to_change(values: dict[str, Any], words: str) -> None:
     said = refusal(values)
     assert words in said
     assert "\n" not in said
 
 
 @pytest.mark.parametrize(("what", "values"), NOT_INSTALLED.items(), ids=NOT_INSTALLED)
-def test_values_that_need_a_missing_kind_of_the_cluster_are_refused(what: str, values: dict[str, Any]) -> None:
+def test_values_that_need_a_missing_kind_are_refused(what: str, values: dict[str, Any]) -> None:
     assert f": install {what}, or set it to " in refusal(values, apis=())
     template(values)
 
@@ -387,7 +385,8 @@ def _keys(tree: Any, path: str = "") -> set[str]:
     return {path}.union(*(_keys(value, f"{path}.{key}") for key, value in tree.items()))
 
 
-def test_helm_takes_a_number_with_a_point_from_set_json_and_makes_text_of_it_with_set() -> None:
+def test_helm_reads_decimals_from_set_json_and_text_from_set() -> None:
+    """A number with a point is a number with --set-json and text with --set."""
     program = helm()
     assert program
     command = [program, "template", "demo", str(CHART), "--kube-version", KUBERNETES]

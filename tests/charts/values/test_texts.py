@@ -83,7 +83,7 @@ def test_no_text_takes_the_end_of_a_line(character: str) -> None:
     assert refused == found.keys() - several - lists_too
 
 
-def test_texts_of_several_lines_are_scripts_and_objects_of_kubernetes() -> None:
+def test_multiline_texts_are_scripts_and_kubernetes_objects() -> None:
     own = {at for at, patterns in places().items() if patterns == [LINES] and not OF_KUBERNETES.search(at)}
     template = "{% for message in messages %}\n{{ message.content }}\n{% endfor %}"
     assert own == {"/job/rollout/stop/0", "/job/actor/model/custom_chat_template", "/prepare/0/command/0"}
@@ -136,7 +136,7 @@ def test_an_annotation_of_several_lines_arrives_as_it_is() -> None:
             assert all(theirs.items() <= each.items() for each in found)
 
 
-def test_every_control_character_is_refused_in_a_text_and_in_a_key() -> None:
+def test_every_control_character_is_refused_in_texts_and_keys() -> None:
     texts = {f"k{at}": character for at, character in enumerate(CONTROLS)}
     keys = dict.fromkeys(CONTROLS, "a")
     deep = [{"name": "a", "k": {"k": [character]}} for character in CONTROLS if character not in "\t\n\r"]

@@ -55,9 +55,7 @@ def test_the_graph_of_a_step_shows_whose_log_probs_they_are(tmp_path: Path, tiny
     assert bypass - plain == {"controller.take_rollout_log_probs"}
 
 
-async def test_a_run_that_rejects_everything_learns_nothing_and_says_so(
-    tmp_path: Path, tiny_model: Path
-) -> None:
+async def test_a_run_that_rejects_every_token_learns_nothing(tmp_path: Path, tiny_model: Path) -> None:
     """Engine and trainer agree, so their ratio is never between 1.5 and 2."""
     rejection = (f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=1.5_2.0")
     job = small_job(tmp_path, tiny_model, "rejecting", *TWO_STEPS, *rejection)

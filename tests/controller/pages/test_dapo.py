@@ -27,7 +27,7 @@ from rolemesh.services.controller.pages.dapo import dapo_step
 from rolemesh.services.controller.pages.step import Step
 from rolemesh.services.controller.stages.dynamic_sampling import DynamicSampling, groups_with_spread
 from rolemesh.services.reward.worker import RewardWorker
-from rolemesh.weights.source import Fits, WeightSource
+from rolemesh.weights.weight_source import Fits, WeightSource
 
 DAPO = (
     "algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false",
@@ -161,7 +161,7 @@ def world(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     gen_batch=st.integers(1, 10), size=st.integers(1, 7), n=st.integers(2, 3),
     percent=st.integers(15, 100), salt=st.integers(0, 999),
 )  # fmt: skip
-def test_every_group_is_learnt_from_once_or_waits_or_has_no_spread(
+def test_every_group_trains_once_or_waits_or_has_no_spread(
     world: World, gen_batch: int, size: int, n: int, percent: int, salt: int
 ) -> None:
     def differs(uid: str) -> bool:
@@ -215,7 +215,8 @@ def test_every_group_is_learnt_from_once_or_waits_or_has_no_spread(
         )
 
 
-def test_answers_differ_where_one_is_not_equal_to_another_and_only_these_are_held(world: World) -> None:
+def test_only_groups_whose_rewards_are_not_all_equal_are_kept(world: World) -> None:
+    """Three equal float32 rewards have a standard deviation above 0. A kept group has storage of its own."""
     rewards = torch.tensor(
         [0.1, 0.1, 0.1, 0.2, 0.2, 0.3, 0.0, 0.0, 0.0]
     )  # in float32 0.1 three times has a spread
@@ -230,7 +231,7 @@ def test_answers_differ_where_one_is_not_equal_to_another_and_only_these_are_hel
     assert group.meta_info == {}  # groups of several steps come together
 
 
-def test_rewards_by_turn_with_one_sum_are_equal_in_whatever_order_they_came(world: World) -> None:
+def test_turn_rewards_with_equal_sums_are_equal_in_any_order(world: World) -> None:
     """In float32 0.1 + 0.1 + 0.6 and 0.6 + 0.1 + 0.1 are two numbers. In the second group one turn differs."""
     equal = [[0.1, 0.1, 0.6], [0.1, 0.6, 0.1], [0.6, 0.1, 0.1]]
     rewards = torch.tensor([*equal, [0.1, 0.1, 0.6], [0.1, 0.1, 0.6], [0.1, 0.1, 0.7]])
@@ -250,7 +251,7 @@ async def test_a_step_that_others_have_filled_answers_no_prompt(world: World) ->
     assert [each.get("sampling/score/mean") for each in records] == [0.5, None, None, 0.5]
 
 
-async def test_the_last_batch_that_a_step_may_answer_is_an_error_with_the_way_out(world: World) -> None:
+async def test_a_step_that_exhausts_max_num_gen_batches_names_the_key(world: World) -> None:
     sampling = world.sampling(gen_batch=3, size=2, max_batches=3)
     first = sampling.next_prompts()["uid"][0]
     given, roles = world.roles(lambda uid: uid == first)
@@ -263,7 +264,7 @@ async def test_the_last_batch_that_a_step_may_answer_is_an_error_with_the_way_ou
     assert not given.learnt
 
 
-async def test_a_resumed_search_beyond_a_lowered_limit_ends_with_its_next_batch(world: World) -> None:
+async def test_a_search_resumed_past_a_lowered_limit_ends_next_batch(world: World) -> None:
     sampling = world.sampling(gen_batch=3, size=2, max_batches=3)
     sampling.restore(4, DataProto(), 2, {"num_rounds": 4, "num_answered": 12})
     given, roles = world.roles(lambda uid: False)
@@ -285,9 +286,10 @@ def without_extra(rows: DataProto) -> DataProto:
 
 @pytest.mark.parametrize("size", [3, 5])  # groups in a batch: the waiting ones fill it alone, or they do not
 @pytest.mark.parametrize("now", ["with", "without"])
-async def test_groups_that_waited_for_a_resume_are_learnt_from_though_scores_tell_more_or_less_now(
+async def test_waiting_groups_train_even_if_reward_extra_info_changed(
     world: World, now: str, size: int
 ) -> None:
+    """The resumed run's reward returns other columns than the one that scored the groups."""
     first, resumed = (world.sampling(gen_batch=10, size=size) for _ in range(2))
     given, roles = world.roles(lambda uid: uid[:12] <= "train-000007")
     terse = replace(roles, reward=Terse(roles.reward))
@@ -307,7 +309,7 @@ async def test_groups_that_waited_for_a_resume_are_learnt_from_though_scores_tel
     assert scores.tolist() == [1, 0] * len(learnt)
 
 
-async def test_a_search_that_finds_nothing_in_ten_batches_warns_once_and_names_the_metric(
+async def test_ten_batches_without_a_spread_warn_once_with_the_metric(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, roles = world.roles(lambda uid: False)
@@ -391,9 +393,10 @@ def test_the_step_graph_has_one_round_whatever_the_batch(tiny_model: Path, tmp_p
         ),
     ],
 )
-def test_keys_that_contradict_dynamic_sampling_are_refused_with_both_names(
+def test_keys_that_contradict_dynamic_sampling_are_refused(
     overrides: list[str], message: str, tiny_model: Path, tmp_path: Path
 ) -> None:
+    """The message names both keys."""
     with pytest.raises(InvalidConfig, match=message):
         small_job(tmp_path, tiny_model, "run", *DAPO, *overrides)
 

@@ -18,7 +18,7 @@ from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Actor, Rollout
 from rolemesh.services.controller.run.loop import Run
 from rolemesh.services.controller.run.run_dir import read_metrics
-from rolemesh.weights.source import WeightSource
+from rolemesh.weights.weight_source import WeightSource
 from rolemesh.wire.codec import load_batch, save_batch
 
 DAPO = (
@@ -78,7 +78,8 @@ def end_of(job: JobConfig) -> dict[str, bytes]:
     return {str(path.relative_to(last)): path.read_bytes() for path in last.rglob("*") if path.is_file()}
 
 
-def test_the_runs_below_take_several_rounds_and_leave_groups_to_later_steps(unbroken: JobConfig) -> None:
+def test_the_unbroken_run_takes_extra_rounds_and_leaves_groups(unbroken: JobConfig) -> None:
+    """Without both, the tests below would show nothing."""
     records = recorded(unbroken)
     assert [r["training/global_step"] for r in records] == [1, 2, 3, 4]
     assert max(r["train/num_gen_batches"] or 0 for r in records) > 1
@@ -114,7 +115,7 @@ class Dying:
         ("actor", "finish_checkpoint", 1),  # step 2 is copied, and not written
     ],
 )
-async def test_a_run_killed_between_two_phases_ends_where_an_unbroken_one_ends(
+async def test_a_run_killed_between_phases_ends_as_an_unbroken_one(
     role: str, method: str, calls: int, unbroken: JobConfig, tiny_model: Path, tmp_path: Path
 ) -> None:
     job = small_job(tmp_path, tiny_model, "run", *SAVED)
@@ -148,7 +149,7 @@ class Stopping:
         await self.rollout.update_weights(source)
 
 
-async def test_a_run_stopped_in_its_every_round_ends_where_an_unbroken_one_ends(
+async def test_a_run_stopped_in_every_round_ends_as_an_unbroken_one(
     unbroken: JobConfig, tiny_model: Path, tmp_path: Path
 ) -> None:
     job = small_job(tmp_path, tiny_model, "run", *SAVED)
@@ -190,7 +191,7 @@ async def test_waiting_groups_that_are_not_whole_are_refused(
         (step / "waiting_groups").write_bytes(whole)
 
 
-async def test_a_resumed_run_may_take_more_batches_and_not_another_metric(
+async def test_a_resume_may_allow_more_batches_but_not_another_metric(
     unbroken: JobConfig, tiny_model: Path
 ) -> None:
     more = "algorithm.filter_groups.max_num_gen_batches=9"

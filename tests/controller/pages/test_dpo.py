@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from rolemesh.algos.job_loss import token_losses
 from rolemesh.algos.policy_loss import row_mean
-from rolemesh.catalog.loading import forget
+from rolemesh.catalog.plugin_imports import forget
 from rolemesh.config import JobConfig
 from rolemesh.config.base import merge
 from rolemesh.config.job import make_job
@@ -84,7 +84,7 @@ def log_ratio(model: Any, reference: Any, ids: Tensor, learned: Tensor) -> Tenso
 @pytest.mark.parametrize("micro", [1, 4])
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("loss", ["dpo", "dpo_norm", "ipo"])
-async def test_loss_and_gradient_are_those_of_the_answers_as_sequences_of_their_own(
+async def test_loss_and_gradient_match_answers_as_separate_sequences(
     tiny_model: Path, tmp_path: Path, micro: int, packed: bool, loss: str
 ) -> None:
     actor = {
@@ -143,7 +143,7 @@ async def test_loss_and_gradient_are_those_of_the_answers_as_sequences_of_their_
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
-async def test_a_run_learns_the_preference_and_a_resumed_one_ends_bit_for_bit_alike(
+async def test_a_run_learns_the_preference_and_resumes_bit_for_bit(
     tiny_model: Path, tmp_path: Path, lora_rank: int
 ) -> None:
     actor = {"model": {"lora_rank": lora_rank}, "optim": {"lr": 1e-2}}
@@ -186,9 +186,7 @@ async def own_pairs(prompts, roles, step):
 """
 
 
-async def test_a_plugins_loss_is_validated_with_its_options_and_over_all_tokens_of_a_pair(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_a_plugin_loss_is_validated_with_its_options_over_pairs(tiny_model: Path, tmp_path: Path) -> None:
     """The loss is the margin on the rejected answer's tokens, and 0 on those of the chosen one before it."""
     file = tmp_path / "own.py"
     file.write_text(PLUGIN)
@@ -217,7 +215,7 @@ async def test_a_plugins_loss_is_validated_with_its_options_and_over_all_tokens_
 
 
 @pytest.mark.parametrize("loss", ["dpo", "dpo_norm", "ipo"])
-def test_a_pairs_loss_has_the_same_bits_as_the_mean_over_its_tokens(loss: str) -> None:
+def test_a_pair_loss_has_the_bits_of_the_mean_over_its_tokens(loss: str) -> None:
     """So val/loss of a built-in loss, which stands at each token, is what it was from the first token."""
     torch.manual_seed(0)
     mask = torch.rand(200, 37) < 0.6

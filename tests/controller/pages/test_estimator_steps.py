@@ -23,7 +23,7 @@ from rolemesh.roles import Metrics, Roles
 from rolemesh.services.controller.pages.choice import page_of
 from rolemesh.services.controller.pages.step import Step
 from rolemesh.services.controller.stages.experience import collect, fan_out
-from rolemesh.weights.source import WeightSource
+from rolemesh.weights.weight_source import WeightSource
 
 # Hardly two answers of a random model are worth the same.
 REWARD = """
@@ -106,9 +106,7 @@ async def assert_a_step(job: JobConfig, roles: Roles) -> None:
 # ------------------------------------------------------------------------------------------- ReMax
 
 
-async def test_remax_compares_with_the_greedy_answer_to_the_same_prompt(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_remax_compares_with_the_greedy_answer_to_the_prompt(tiny_model: Path, tmp_path: Path) -> None:
     """Of the weights that the step begins with. The reward is on the last token, so every token's return is
     it."""
     job = job_of("remax", tiny_model, tmp_path, "rollout.n=3", "rollout.temperature=0.7", "rollout.top_k=40")

@@ -26,13 +26,13 @@ from rolemesh.services.controller.pages.choice import page_of
 from rolemesh.services.controller.pages.step import Step
 from rolemesh.services.controller.run.loop import Run
 from rolemesh.services.controller.run.run_dir import read_metrics, write_config
-from rolemesh.services.controller.stages.advantages import (
+from rolemesh.services.controller.stages.advantage_estimation import (
     apply_kl_penalty,
     apply_rollout_correction,
     compute_advantages,
 )
 from rolemesh.services.controller.stages.experience import collect, fan_out
-from rolemesh.weights.source import WeightSource
+from rolemesh.weights.weight_source import WeightSource
 
 
 def some_prompts(job: JobConfig) -> DataProto:
@@ -71,7 +71,7 @@ async def step_and_weights(
 
 
 @pytest.mark.parametrize("estimator", ["gae", "grpo"])
-async def test_a_step_is_bit_identical_in_whatever_order_and_chunks_rows_finish(
+async def test_a_step_is_bit_identical_in_any_row_order_and_chunking(
     estimator: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     job = small_job(tmp_path, tiny_model, "run", f"algorithm.adv_estimator={estimator}", "rollout.n=4")
@@ -130,7 +130,7 @@ async def test_the_rollout_has_the_new_weights_when_a_step_ends(tiny_model: Path
 # ------------------------------------------------------------------------------- what goes wrong
 
 
-async def test_a_reward_that_raises_fails_the_step_with_its_row_and_stops_generation(
+async def test_a_reward_that_raises_names_its_row_and_stops_generation(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     job = small_job(tmp_path, tiny_model, "run")
@@ -188,7 +188,7 @@ class Noting:
         await self.rollout.update_weights(source)
 
 
-async def test_validations_draw_the_same_numbers_each_time_and_no_step_of_training_draws_them(
+async def test_validations_repeat_their_draws_and_training_shares_none(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     """So two of them differ by the model alone, and none is luckier for what training has drawn."""
@@ -350,9 +350,8 @@ SELF_SCORING = (
 )
 
 
-async def test_a_page_may_score_its_rows_by_itself_and_dumps_have_what_the_batch_has(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_a_page_may_score_its_rows_without_a_reward_role(tiny_model: Path, tmp_path: Path) -> None:
+    """Its dumps hold the columns that the batch has."""
     with PAGES.adding(SELF_SCORED):
         job = small_job(
             tmp_path, tiny_model, "run", *SELF_SCORING, "data.val_files=[]",

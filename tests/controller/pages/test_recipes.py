@@ -62,7 +62,7 @@ def test_the_answers_of_the_demo_have_no_room_for_dapos_buffer() -> None:
         laid_on(CONFIGS / "recipes" / "dapo.yaml", "tiny.yaml")
 
 
-def test_bypass_does_not_take_the_place_of_a_loss_that_another_recipe_chose() -> None:
+def test_bypass_does_not_replace_the_loss_of_another_recipe() -> None:
     with pytest.raises(InvalidConfig, match=r"bypass_mode is true.*loss_mode is gspo"):
         load_job(
             CONFIGS / "gsm8k-ppo.yaml", [str(CONFIGS / "recipes" / f"{n}.yaml") for n in ("gspo", "bypass")]

@@ -148,7 +148,7 @@ async def test_validation_is_the_mean_over_tokens_of_all_batches(tiny_model: Pat
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
-async def test_a_resumed_run_ends_bit_for_bit_where_an_unbroken_one_ends(
+async def test_a_resumed_run_ends_bit_for_bit_as_an_unbroken_one(
     tiny_model: Path, tmp_path: Path, lora_rank: int
 ) -> None:
     model = {"path": str(tiny_model), "lora_rank": lora_rank}
@@ -180,9 +180,7 @@ def test_a_job_that_wants_several_answers_is_refused(tiny_model: Path, tmp_path:
         sft_job(tmp_path, tiny_model, rollout={"n": 4})
 
 
-async def test_what_is_for_answers_alone_changes_nothing_and_is_warned_of(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_keys_for_generated_answers_have_no_effect_and_warn(tiny_model: Path, tmp_path: Path) -> None:
     """The engine's log-probabilities, and conversations: no engine answers here."""
     trainer = {"total_training_steps": 1, "test_freq": 1}
     plain = sft_job(tmp_path, tiny_model, "plain", trainer=trainer)
@@ -212,9 +210,7 @@ async def test_what_is_for_answers_alone_changes_nothing_and_is_warned_of(
 
 
 @pytest.mark.parametrize("name", [spec.name for spec in ESTIMATORS.values() if spec.compares])
-def test_no_estimator_wants_several_responses_where_none_are_answered(
-    name: str, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_no_estimator_requires_several_responses_in_sft(name: str, tiny_model: Path, tmp_path: Path) -> None:
     """So a recipe of sft can be merged over a job of any algorithm."""
     components = {"gdpo_reward_keys": ["first", "second"]} if name == "gdpo" else {}
     merged = {"algorithm": {"adv_estimator": name, **components}, "rollout": {"do_sample": False}}
@@ -223,9 +219,7 @@ def test_no_estimator_wants_several_responses_where_none_are_answered(
         sft_job(tmp_path, tiny_model, **merged, trainer={"critic_warmup": 2})
 
 
-def test_a_kl_to_a_reference_that_the_page_does_not_call_is_refused_by_its_key(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_use_kl_loss_is_refused_where_the_page_has_no_reference(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(
         InvalidConfig, match=r"actor\.use_kl_loss is true, but page sft calls no reference policy"
     ):

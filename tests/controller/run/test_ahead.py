@@ -25,7 +25,7 @@ from rolemesh.rpc.calling.clients import RolloutClient
 from rolemesh.rpc.metadata import VERSION_KEY
 from rolemesh.services.controller.main import new_client
 from rolemesh.services.controller.stages.experience import fan_out
-from rolemesh.weights.source import WeightSource
+from rolemesh.weights.weight_source import WeightSource
 from rolemesh.wire.streams import receive_batches, send
 from rolemesh.workers.local import LocalWorker
 
@@ -52,7 +52,7 @@ def assert_rows_are_those_of_the_steps(job: JobConfig, batches: list[DataProto],
 @pytest.mark.parametrize(
     ("roles_of", "max_staleness"), [(in_process, 1), (over_grpc, 2)], ids=["in process", "over grpc"]
 )
-async def test_each_step_learns_from_its_own_rows_made_by_weights_at_most_so_old(
+async def test_each_step_trains_on_its_own_rows_within_max_staleness(
     roles_of: Callable[[JobConfig], Any], max_staleness: int, tiny_model: Path, tmp_path: Path
 ) -> None:
     """With validation between the steps, which must be answered by the weights of its step."""
@@ -164,9 +164,7 @@ async def test_stale_tokens_are_weighed_by_how_the_policy_has_changed(tiny_model
         assert record["rollout/stale_tokens"] == mask.sum()
 
 
-async def test_no_row_is_lost_when_a_replica_dies_while_it_generates_ahead(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_no_row_is_lost_when_a_replica_dies_generating_ahead(tiny_model: Path, tmp_path: Path) -> None:
     """Its rows are made anew by the other, which by then may have newer weights, and they say so."""
     job = small_job(
         tmp_path, tiny_model, "run", ASYNC, *NO_CRITIC, "trainer.total_training_steps=4",
@@ -197,9 +195,7 @@ async def test_no_row_is_lost_when_a_replica_dies_while_it_generates_ahead(
     assert_rows_are_those_of_the_steps(job, observed.batches, 1)
 
 
-async def test_a_request_that_crosses_a_swap_is_answered_by_the_newer_weights(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_a_request_sent_before_a_swap_uses_the_newer_weights(tiny_model: Path, tmp_path: Path) -> None:
     """It names version 1 when it is sent, and version 2 is there when its rows arrive."""
     job = small_job(tmp_path, tiny_model, "run")
     data = PromptDataset(job.data.train_files, job.data, load_tokenizer(job.actor.model))

@@ -22,7 +22,7 @@ from rolemesh.roles import Metrics, Rollout
 from rolemesh.services.controller.run.ahead import Ahead
 from rolemesh.services.controller.run.loop import Run
 from rolemesh.services.controller.stages.experience import fan_out
-from rolemesh.weights.source import WeightSource
+from rolemesh.weights.weight_source import WeightSource
 
 
 @asynccontextmanager
@@ -91,9 +91,8 @@ async def test_an_error_in_a_step_ends_what_runs_ahead(tiny_model: Path, tmp_pat
     )
 
 
-async def test_an_error_ahead_is_raised_in_the_step_that_needs_the_rows(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_an_error_ahead_is_raised_in_the_step_that_needs_it(tiny_model: Path, tmp_path: Path) -> None:
+    """The error ends the generation of step 3's rows; steps 1 and 2 are made."""
     job = job_of_five(tmp_path, tiny_model, "trainer.max_staleness=1")
 
     class Broken(Observed):

@@ -66,7 +66,7 @@ def begin_and_be_killed(run_dir: Path) -> None:
     (run_dir / FILE).write_bytes(saved)
 
 
-def test_starts_without_a_new_checkpoint_end_the_run_and_say_how_the_last_one_ended(tmp_path: Path) -> None:
+def test_starts_without_progress_end_the_run_with_the_last_error(tmp_path: Path) -> None:
     start(tmp_path, OSError("no space left"))
     begin_and_be_killed(tmp_path)
     start(tmp_path, RuntimeError("CUDA out of memory"))
@@ -106,7 +106,7 @@ def test_an_eviction_while_a_start_prepares_is_no_attempt(tmp_path: Path) -> Non
 
 
 @needs_namespaces
-def test_an_eviction_ends_a_start_that_is_process_1_of_its_container(tmp_path: Path) -> None:
+def test_an_eviction_ends_a_start_that_is_process_1(tmp_path: Path) -> None:
     """The kernel drops the signal there once it has no handler."""
     code = (
         "import pathlib, signal\n"
@@ -120,7 +120,7 @@ def test_an_eviction_ends_a_start_that_is_process_1_of_its_container(tmp_path: P
     assert starts(tmp_path) == 0
 
 
-def test_a_spot_run_with_new_checkpoints_goes_on_however_often_it_is_started(tmp_path: Path) -> None:
+def test_a_spot_run_with_new_checkpoints_restarts_without_limit(tmp_path: Path) -> None:
     for number in range(5 * LIMIT):
         start(tmp_path, RoleUnavailable("the actor failed"), have_pods=True)
         if number % 2:
@@ -158,7 +158,7 @@ def test_a_checkpoint_of_the_start_that_failed_counts_for_it(tmp_path: Path) -> 
         (InvalidConfig("no such key"), {}, 0),
     ],
 )
-def test_waiting_for_nodes_and_ends_that_somebody_asked_for_are_no_attempts(
+def test_waiting_for_nodes_and_requested_ends_are_no_attempts(
     tmp_path: Path, error: BaseException, how: dict[str, bool], counted: int
 ) -> None:
     start(tmp_path, error, **how)
@@ -168,7 +168,7 @@ def test_waiting_for_nodes_and_ends_that_somebody_asked_for_are_no_attempts(
         assert error.exit_code == COUNTED
 
 
-def test_a_checkpoint_is_another_by_its_name_or_if_this_start_has_made_it_again(tmp_path: Path) -> None:
+def test_a_checkpoint_is_new_by_name_or_if_this_start_rewrote_it(tmp_path: Path) -> None:
     """File systems such as FUSE may tell each process another time of the same file."""
     latest = tmp_path / "latest"
     latest.write_text("global_step_1\n")
@@ -194,7 +194,7 @@ def test_a_run_that_somebody_starts_anew_counts_its_own_starts(tmp_path: Path) -
         assert starts(tmp_path) == counted
 
 
-def test_a_run_that_has_ended_stays_so_under_its_name_though_its_end_was_killed(tmp_path: Path) -> None:
+def test_a_run_past_its_limit_stays_ended_under_the_same_name(tmp_path: Path) -> None:
     """Its roles are gone. The Job that is started again has another name."""
     for _ in range(LIMIT):
         start(tmp_path, OSError(), of="job/1")
@@ -204,7 +204,7 @@ def test_a_run_that_has_ended_stays_so_under_its_name_though_its_end_was_killed(
     assert starts(tmp_path) == 1
 
 
-def test_a_start_that_was_asked_to_end_does_not_count_though_it_is_killed_or_fails_then(tmp_path: Path) -> None:
+def test_a_start_asked_to_end_does_not_count_even_if_it_fails(tmp_path: Path) -> None:
     """A step may take longer than Kubernetes waits, and a drained node may have the roles, too."""
     start(tmp_path, OSError())
 
@@ -221,7 +221,7 @@ def test_a_start_that_was_asked_to_end_does_not_count_though_it_is_killed_or_fai
     assert starts(tmp_path) == 1
 
 
-def test_a_start_counts_on_a_disk_that_has_no_room_for_a_new_file(tmp_path: Path) -> None:
+def test_a_start_counts_on_a_full_disk(tmp_path: Path) -> None:
     """Its last error may be long, and an earlier version may have written the file without a fixed size."""
     (tmp_path / f"{FILE}.new").mkdir()
     with pytest.raises(IsADirectoryError), Attempts(tmp_path, LIMIT).counted():
@@ -251,9 +251,9 @@ def lose_file(run_dir: Path) -> None:
         SystemExit(143),
     ],
 )
-def test_a_start_that_cannot_be_written_any_more_goes_on_and_ends_with_its_own_error(
-    tmp_path: Path, error: BaseException
-) -> None:
+def test_a_start_that_loses_its_count_ends_with_its_own_error(tmp_path: Path, error: BaseException) -> None:
+    """The count can no longer be written once the start has begun."""
+
     def fail() -> None:
         attempts = Attempts(tmp_path, LIMIT)
         with attempts.counted():
@@ -270,7 +270,9 @@ def test_a_start_that_cannot_be_written_any_more_goes_on_and_ends_with_its_own_e
         assert error.exit_code == COUNTED  # as its file said when it began
 
 
-def test_a_wait_that_failed_and_could_not_be_counted_is_left_to_the_job(tmp_path: Path) -> None:
+def test_a_failed_wait_that_was_not_counted_is_left_to_the_job(tmp_path: Path) -> None:
+    """Its exit code is 1, which the Job counts."""
+
     def wait() -> None:
         attempts = Attempts(tmp_path, LIMIT)
         with attempts.counted(), attempts.waiting(lambda: True):
@@ -282,7 +284,7 @@ def test_a_wait_that_failed_and_could_not_be_counted_is_left_to_the_job(tmp_path
     assert raised.value.exit_code == 1
 
 
-def test_a_run_that_has_ended_does_not_fail_because_its_count_cannot_be_deleted(
+def test_an_ended_run_succeeds_if_its_count_cannot_be_deleted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Attempts(tmp_path, LIMIT).counted():
@@ -301,7 +303,8 @@ def test_a_file_of_another_shape_counts_from_zero(tmp_path: Path, content: str) 
     assert starts(tmp_path) == 1
 
 
-def test_a_run_that_has_ended_forgets_its_starts_and_without_a_limit_nothing_is_counted(tmp_path: Path) -> None:
+def test_an_ended_run_forgets_its_starts(tmp_path: Path) -> None:
+    """Without a limit no start is counted."""
     start(tmp_path, OSError())
     with Attempts(tmp_path, LIMIT).counted():
         pass

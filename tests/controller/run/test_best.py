@@ -77,7 +77,7 @@ async def kept_all(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -
     return job
 
 
-def test_a_checkpoint_is_written_after_each_best_and_after_no_other_step(kept_all: JobConfig) -> None:
+def test_a_checkpoint_is_written_after_each_best_step_alone(kept_all: JobConfig) -> None:
     assert 1 < len(bests(kept_all)) < STEPS  # a run on which the test can fail
     assert Checkpoints(kept_all.run_dir).steps() == bests(kept_all)
 
@@ -105,9 +105,7 @@ async def test_a_resumed_run_knows_the_best_before_it(
     assert Checkpoints(job.run_dir).steps() == bests(kept_all)
 
 
-async def test_a_metric_that_validation_lacks_is_named_with_those_it_has(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_an_absent_metric_is_refused_with_the_available_ones(tiny_model: Path, tmp_path: Path) -> None:
     job = small_job(tmp_path, tiny_model, "run", *VALIDATED, "trainer.save_best=val-core/acc")
     with pytest.raises(InvalidConfig, match=rf"save_best is val-core/acc, but .* only .*{METRIC}"):
         await train(job)
@@ -131,7 +129,7 @@ def test_the_best_of_no_validation_is_refused(tiny_model: Path, tmp_path: Path) 
         ("val/loss", False),
     ],
 )
-def test_a_metric_that_no_validation_could_report_is_refused_before_any_role_is_asked(
+def test_an_impossible_metric_is_refused_before_roles_are_asked(
     name: str, is_known: bool, tiny_model: Path, tmp_path: Path
 ) -> None:
     job = small_job(tmp_path, tiny_model, "run", *VALIDATED, f"trainer.save_best={name}")
@@ -147,9 +145,10 @@ def test_a_metric_that_no_validation_could_report_is_refused_before_any_role_is_
     Run(once, tokenizer)  # it saves nothing
 
 
-async def test_a_majority_vote_that_the_reward_does_not_allow_ends_the_run_before_its_first_step(
+async def test_an_unavailable_majority_vote_ends_the_run_before_step_1(
     tiny_model: Path, tmp_path: Path
 ) -> None:
+    """The reward returns no answer to vote on, which only the first validation shows."""
     vote = "val-core/numbers/acc/maj@4/mean"
     job = small_job(tmp_path, tiny_model, "run", *VALIDATED, f"trainer.save_best={vote}")
     with pytest.raises(InvalidConfig, match=rf"save_best is {vote}, but .* only .*{METRIC}"):

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from rolemesh.catalog.loading import forget
+from rolemesh.catalog.plugin_imports import forget
 from rolemesh.config import JobConfig
 from rolemesh.config.base import leaves, merge
 from rolemesh.config.job import make_job
-from rolemesh.services.controller.run.kept_settings import (
+from rolemesh.services.controller.run.resume_compat import (
     CLIPS,
     CRITIC,
     IDLE,
@@ -61,9 +61,8 @@ def settings(*jobs: Sections) -> Sections:
 
 
 @pytest.mark.parametrize(("job", "added"), SAME)
-def test_what_has_no_effect_or_means_the_same_is_neither_refused_nor_said(
-    job: Sections, added: Sections
-) -> None:
+def test_settings_with_the_same_effect_compare_as_equal(job: Sections, added: Sections) -> None:
+    """A key without effect, or another spelling of the same, is neither refused nor reported."""
     assert (
         compare(settings(job), settings(job, added)) == compare(settings(job, added), settings(job)) == NOTHING
     )
@@ -77,7 +76,7 @@ def test_what_has_no_effect_or_means_the_same_is_neither_refused_nor_said(
         {"actor": {"policy_loss": {"loss_mode": "vanilla"}}},
     ],
 )
-def test_the_divisor_of_a_loss_counts_wherever_a_term_is_divided_by_it(added: Sections) -> None:
+def test_loss_scale_factor_counts_where_a_term_is_divided_by_it(added: Sections) -> None:
     job = {"actor": {"policy_loss": {"loss_mode": "sapo"}, "loss_agg_mode": "seq-mean-token-sum-norm"}}
     divided = {"actor": {"loss_scale_factor": 64}}
     of_the_critic = "critic.loss_scale_factor from None to 64"
@@ -88,7 +87,7 @@ def test_the_divisor_of_a_loss_counts_wherever_a_term_is_divided_by_it(added: Se
     ]
 
 
-def test_a_key_that_a_switch_gives_an_effect_is_said_with_the_switch() -> None:
+def test_a_switched_on_key_is_reported_with_its_switch() -> None:
     job: Sections = {"actor": {"model": {"path": "models/sft"}}}
     off, on = settings(job), settings(job, {"actor": {"use_kl_loss": True, "kl_loss_coef": 0.5}})
     assert compare(off, on).changed == [
@@ -133,7 +132,7 @@ def test_a_pages_critic_is_not_added_or_left_out_half_way(tmp_path: Path) -> Non
     assert compare(with_one, without).refused == [phrase.format(False, True)]
 
 
-def test_a_checkpoint_of_a_version_that_kept_other_spellings_is_compared_in_what_they_mean() -> None:
+def test_an_older_checkpoint_is_compared_by_what_its_keys_mean() -> None:
     now = settings({})
     earlier = {key: value for key, value in now.items() if key not in (CRITIC, IDLE, *CLIPS)}
     earlier["data.gen_batch_size"] = earlier["data.train_batch_size"]

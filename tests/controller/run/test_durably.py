@@ -28,7 +28,7 @@ def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
     assert config.read_text() == "old"
 
 
-def test_a_full_disk_names_the_file_of_a_dump_which_is_written_by_descriptor(tmp_path: Path) -> None:
+def test_a_full_disk_names_the_file_of_a_dump(tmp_path: Path) -> None:
     """trainer.rollout_data_dir. Nothing is left of the half file."""
     with files_of_at_most(4), pytest.raises(OSError, match="File too large") as error:
         dump([{"input": "longer"}], str(tmp_path / "rollouts"), 3)
@@ -46,7 +46,7 @@ async def test_a_full_disk_names_the_job_file_of_the_roles(tmp_path: Path) -> No
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 @pytest.mark.parametrize("place", ["/proc/nope", "/proc/version/run"])
-def test_a_run_directory_that_cannot_be_made_is_wrong_input_and_names_its_key(place: str) -> None:
+def test_a_run_directory_that_cannot_be_made_names_its_key(place: str) -> None:
     with (
         pytest.raises(InvalidConfig, match=f"^{place} cannot be written: .* set trainer.default_local_dir to "),
         held(Path(place)),

@@ -38,7 +38,7 @@ async def plain(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> J
     """The same run without a profile."""
     job = small_job(tmp_path_factory.mktemp("plain"), tiny_model, "run", *TWO_STEPS)
     async with in_process(job) as roles:
-        assert roles.actor.seat.traces is None  # type: ignore[attr-defined]
+        assert roles.actor.worker_context.traces is None  # type: ignore[attr-defined]
         await run(job, roles)
     return job
 
@@ -133,9 +133,7 @@ async def test_a_profiled_step_has_a_timeline_and_a_trace_of_each_role(
         assert any(i["ts"] <= p["ts"] and end(p) <= end(i) for i in inside for p in products)
 
 
-async def test_the_timeline_shows_which_role_waits_for_which_on_a_shared_device(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_the_timeline_shows_which_role_waits_on_a_shared_device(tiny_model: Path, tmp_path: Path) -> None:
     job = profiled_job(tmp_path, tiny_model, "placement.strategy=collocate")
     async with served_group(job.groups["all"], job) as address:
         addresses = {role: [address] for role in job.roles}

@@ -43,7 +43,7 @@ async def unbroken(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -
     return job
 
 
-async def test_a_stopped_run_resumed_ends_bit_for_bit_where_an_unbroken_run_ends(
+async def test_a_stopped_run_resumes_bit_for_bit_as_an_unbroken_one(
     unbroken: JobConfig, tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An earlier version wrote less into its checkpoint: one warning says what has changed since, and what was
@@ -64,9 +64,7 @@ async def test_a_stopped_run_resumed_ends_bit_for_bit_where_an_unbroken_run_ends
     assert "not compared: digest of the prompts' other columns; reward.rules. Its built-in rules" in warning
 
 
-async def test_grpo_resumed_ends_bit_for_bit_where_an_unbroken_run_ends(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_grpo_resumes_bit_for_bit_as_an_unbroken_run(tiny_model: Path, tmp_path: Path) -> None:
     """Its directory has `..` behind a link, and so has that of its answers."""
     overrides = ("algorithm.adv_estimator=grpo", "actor.use_kl_loss=true", *NOISY)
     whole = small_job(tmp_path, tiny_model, "whole", *overrides)
@@ -96,9 +94,10 @@ def die_in_step_3(job: JobConfig) -> None:
     asyncio.run(run())
 
 
-async def test_a_run_killed_in_a_step_resumes_from_the_last_save_and_doubles_no_step(
+async def test_a_run_killed_in_a_step_resumes_without_doubling_a_step(
     unbroken: JobConfig, tiny_model: Path, tmp_path: Path
 ) -> None:
+    """It resumes from the last checkpoint, and the metrics hold each step once."""
     job = small_job(tmp_path, tiny_model, "run", "trainer.save_freq=2", "trainer.test_freq=2")
     process = FORKS.Process(target=die_in_step_3, args=(job,))
     process.start()
@@ -108,9 +107,10 @@ async def test_a_run_killed_in_a_step_resumes_from_the_last_save_and_doubles_no_
     assert_same_end(job, unbroken)
 
 
-async def test_roles_that_outlive_a_controller_which_wrote_no_checkpoint_begin_anew_with_the_next(
+async def test_roles_begin_anew_after_a_controller_without_checkpoints(
     unbroken: JobConfig, tiny_model: Path, tmp_path: Path
 ) -> None:
+    """The roles outlive the first controller; the next one makes the run from its beginning."""
     job = small_job(tmp_path, tiny_model, "run", "trainer.save_freq=4", "trainer.test_freq=2")
     with workers(job) as roles:
         first = Run(job, load_tokenizer(job.actor.model))
@@ -124,7 +124,7 @@ async def test_roles_that_outlive_a_controller_which_wrote_no_checkpoint_begin_a
     assert_same_end(job, unbroken)
 
 
-async def test_a_run_killed_while_a_checkpoint_is_made_whole_resumes_from_the_one_before(
+async def test_a_run_killed_during_a_commit_uses_the_last_checkpoint(
     unbroken: JobConfig, tiny_model: Path, tmp_path: Path
 ) -> None:
     job = small_job(tmp_path, tiny_model, "run", *NOISY)
@@ -207,7 +207,7 @@ async def test_resume_refuses_a_job_with_other_settings_and_names_them(
         Run(job, load_tokenizer(job.actor.model)).finished()
 
 
-async def test_a_new_run_does_not_overwrite_the_checkpoints_of_an_old_one(
+async def test_a_new_run_does_not_overwrite_an_old_runs_checkpoints(
     unbroken: JobConfig, tiny_model: Path
 ) -> None:
     job = small_job(unbroken.run_dir.parent, tiny_model, "run", *NOISY, "trainer.resume_mode=disable")
@@ -274,7 +274,7 @@ class LateDisk(OtherDisk):
         asyncio.get_running_loop().call_later(0.2, there.rename, directory)
 
 
-async def test_a_checkpoint_without_what_a_role_has_written_is_not_committed(
+async def test_a_checkpoint_without_a_roles_files_is_not_committed(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = small_job(tmp_path, tiny_model, "run")
@@ -328,9 +328,10 @@ async def test_steps_go_on_while_a_checkpoint_is_written(
     assert_same_end(job, unbroken)
 
 
-async def test_old_checkpoints_go_only_when_a_new_one_is_whole_and_its_records_are_on_disk(
+async def test_old_checkpoints_go_only_after_a_new_one_is_durable(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A checkpoint is durable once it is whole and the records of its steps are on disk."""
     job = small_job(tmp_path, tiny_model, "run", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2")
     synced: list[str] = []
     fsync = os.fsync
@@ -347,7 +348,7 @@ async def test_old_checkpoints_go_only_when_a_new_one_is_whole_and_its_records_a
     assert (job.run_dir / "latest").read_text() == "global_step_4\n"
 
 
-async def test_an_old_checkpoint_that_cannot_be_deleted_fails_no_step_and_goes_later(
+async def test_an_undeletable_checkpoint_fails_no_step_and_goes_later(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = small_job(tmp_path, tiny_model, "run")

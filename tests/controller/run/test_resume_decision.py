@@ -63,7 +63,7 @@ def times(job: JobConfig) -> dict[float | None, float | None]:
 # ------------------------------------------------------------------------------------- whole runs
 
 
-async def test_a_second_start_makes_no_step_again_and_keeps_the_checkpoint_that_the_job_names(
+async def test_a_restart_repeats_no_step_and_keeps_a_named_checkpoint(
     unbroken: JobConfig, tiny_model: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(unbroken.run_dir, tmp_path / "run")
@@ -86,7 +86,7 @@ async def test_a_second_start_makes_no_step_again_and_keeps_the_checkpoint_that_
     assert (await train(job)).step == 4  # and a third start finds all that it needs
 
 
-async def test_a_second_start_does_not_need_a_checkpoint_of_another_run_any_more(
+async def test_a_restart_no_longer_needs_another_runs_checkpoint(
     unbroken: JobConfig, tiny_model: Path, tmp_path: Path
 ) -> None:
     named = shutil.copytree(unbroken.run_dir / "global_step_1", tmp_path / "global_step_1")
@@ -100,7 +100,7 @@ async def test_a_second_start_does_not_need_a_checkpoint_of_another_run_any_more
 
 
 @pytest.mark.parametrize("written", [True, False], ids=["decided", "interrupted while it is written"])
-async def test_until_the_run_has_a_checkpoint_of_its_own_every_start_begins_at_the_one_that_the_job_names(
+async def test_without_an_own_checkpoint_a_run_restarts_at_resume_path(
     written: bool, unbroken: JobConfig, tiny_model: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(unbroken.run_dir, tmp_path / "run")
@@ -114,7 +114,7 @@ async def test_until_the_run_has_a_checkpoint_of_its_own_every_start_begins_at_t
     assert_same_end(job, unbroken)
 
 
-async def test_a_run_that_began_with_disable_goes_on_from_its_checkpoint(
+async def test_a_run_begun_with_disable_resumes_from_its_checkpoint(
     unbroken: JobConfig, tiny_model: Path, tmp_path: Path
 ) -> None:
     job = small_job(tmp_path, tiny_model, "run", *NOISY, "trainer.resume_mode=disable")
@@ -125,7 +125,7 @@ async def test_a_run_that_began_with_disable_goes_on_from_its_checkpoint(
     assert_same_end(job, unbroken)
 
 
-async def test_a_run_that_began_with_disable_begins_anew_without_a_checkpoint(
+async def test_a_run_begun_with_disable_restarts_without_a_checkpoint(
     unbroken: JobConfig, tiny_model: Path, tmp_path: Path
 ) -> None:
     overrides = ("trainer.save_freq=4", "trainer.test_freq=2", "trainer.resume_mode=disable")
@@ -135,9 +135,10 @@ async def test_a_run_that_began_with_disable_begins_anew_without_a_checkpoint(
     assert_same_end(job, unbroken)
 
 
-async def test_a_run_that_only_validates_takes_what_the_job_names_and_changes_neither_decision_nor_records(
+async def test_val_only_uses_resume_path_and_changes_no_record(
     unbroken: JobConfig, tiny_model: Path, tmp_path: Path
 ) -> None:
+    """It writes no resume decision, either."""
     shutil.copytree(unbroken.run_dir, tmp_path / "run")
     named = tmp_path / "run" / "global_step_2"
     job = small_job(tmp_path, tiny_model, "run", *NOISY, "trainer.val_only=true", *resuming(named))
@@ -226,7 +227,7 @@ def test_a_run_that_began_otherwise_is_not_begun_anew_by_disable(run_dir: Path) 
         begin(job_in(run_dir, "disable"))
 
 
-def test_disable_begins_a_new_run_where_only_the_checkpoints_were_deleted(run_dir: Path) -> None:
+def test_disable_begins_anew_if_only_the_checkpoints_are_deleted(run_dir: Path) -> None:
     for path in run_dir.glob("global_step_*"):
         shutil.rmtree(path)
     job = job_in(run_dir, "disable")
@@ -240,7 +241,7 @@ def test_disable_begins_a_new_run_where_only_the_checkpoints_were_deleted(run_di
 
 
 @pytest.mark.parametrize(("best", "begins_at", "kept"), [(2, 3, True), (3, 3, True), (4, 3, False)])
-def test_a_run_that_goes_back_keeps_only_a_best_checkpoint_from_before(
+def test_a_run_that_goes_back_keeps_only_an_earlier_best(
     run_dir: Path, best: int, begins_at: int, kept: bool
 ) -> None:
     (run_dir / "best").write_text(f"global_step_{best}\n")
@@ -248,9 +249,8 @@ def test_a_run_that_goes_back_keeps_only_a_best_checkpoint_from_before(
     assert (run_dir / "best").exists() == kept
 
 
-def test_auto_names_the_foreign_checkpoint_from_which_a_run_without_its_own_began(
-    run_dir: Path, tmp_path: Path
-) -> None:
+def test_auto_names_the_foreign_checkpoint_that_began_the_run(run_dir: Path, tmp_path: Path) -> None:
+    """Until the run has a checkpoint of its own."""
     named, new = run_dir / "global_step_2", tmp_path / "new"
     new.mkdir()
     assert begin(job_in(new, "resume_path", named)) == named
@@ -270,9 +270,7 @@ def test_a_decision_that_cannot_be_read_names_its_file(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(("best", "kept"), [(2, True), (3, False)])
-def test_a_copy_of_a_checkpoint_under_another_name_is_of_the_step_that_it_says(
-    run_dir: Path, best: int, kept: bool
-) -> None:
+def test_a_renamed_copy_of_a_checkpoint_keeps_its_step(run_dir: Path, best: int, kept: bool) -> None:
     (run_dir / "best").write_text(f"global_step_{best}\n")
     copy = shutil.copytree(run_dir / "global_step_2", run_dir / "good")
     (copy / "controller.json").write_text('{"step": 2}')

@@ -9,9 +9,7 @@ from in_process import recorded, small_job
 from observed import over_grpc, run
 
 
-async def test_a_job_with_epochs_alone_gives_its_roles_the_number_of_steps_that_its_data_makes(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_roles_get_the_number_of_steps_that_the_epochs_make(tiny_model: Path, tmp_path: Path) -> None:
     """Two passes over ten prompts, four a step, are five steps. Half of them, rounded down, are two."""
     job = small_job(
         tmp_path, tiny_model, "run", "trainer.total_training_steps=null", "trainer.total_epochs=2",

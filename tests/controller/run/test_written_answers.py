@@ -48,7 +48,7 @@ ROWS = [
 ]
 
 
-async def test_the_event_loop_goes_on_while_answers_are_decoded_and_written(tmp_path: Path) -> None:
+async def test_answers_are_decoded_and_written_off_the_event_loop(tmp_path: Path) -> None:
     tokenizer = Numerals()
     texts = ResponseTexts(tokenizer, skip_special_tokens=True)
     writing = asyncio.create_task(write_answers(three_rows(), 7, texts, str(tmp_path), 2))
@@ -58,7 +58,7 @@ async def test_the_event_loop_goes_on_while_answers_are_decoded_and_written(tmp_
     assert [json.loads(line) for line in (tmp_path / "7.jsonl").read_text().splitlines()] == ROWS
 
 
-async def test_without_a_directory_only_the_answers_that_are_shown_are_decoded(tmp_path: Path) -> None:
+async def test_without_a_directory_only_shown_answers_are_decoded(tmp_path: Path) -> None:
     tokenizer = Numerals()
     tokenizer.may.set()
     texts = ResponseTexts(tokenizer, skip_special_tokens=True)
@@ -67,7 +67,7 @@ async def test_without_a_directory_only_the_answers_that_are_shown_are_decoded(t
     assert await write_answers(three_rows(), 7, texts, None, 0) == []
 
 
-async def test_a_run_that_shows_and_writes_no_answers_of_its_validations_decodes_none(tiny_model: Path) -> None:
+async def test_answers_neither_shown_nor_written_are_not_decoded(tiny_model: Path) -> None:
     """trainer.log_val_generations: 0, with the tokenizer of a model."""
     texts = ResponseTexts(load_tokenizer(ModelConfig(path=str(tiny_model))), skip_special_tokens=True)
     assert texts([]) == []

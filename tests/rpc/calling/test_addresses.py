@@ -97,7 +97,7 @@ async def test_every_form_of_an_address_reaches_its_server(host: str) -> None:
 
 
 @pytest.mark.parametrize("everywhere", ["0.0.0.0", "[::]"])
-async def test_a_process_on_every_interface_is_reached_by_ipv4_and_by_ipv6(everywhere: str) -> None:
+async def test_a_process_on_all_interfaces_is_reached_by_ipv4_and_ipv6(everywhere: str) -> None:
     if not socket.has_dualstack_ipv6():
         pytest.skip("this machine has no IPv6")
     server = RoleServer({"rollout": [ROLLOUT, WEIGHTS]})

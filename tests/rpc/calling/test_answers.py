@@ -148,7 +148,7 @@ def test_every_method_that_answers_with_a_batch_is_spoilt_here(tiny_model: Path,
     assert sorted(METHODS) == sorted(name for name, method in declared.items() if method.writes)
 
 
-def test_every_column_that_a_method_may_answer_with_is_spoilt_here(tiny_model: Path, tmp_path: Path) -> None:
+def test_every_column_that_a_method_may_write_is_spoilt_here(tiny_model: Path, tmp_path: Path) -> None:
     asked = [*((method, "grpo") for method in METHODS), *OTHERS]
     jobs = {estimator: job_of("", tiny_model, tmp_path, estimator) for _, estimator in asked}
     spoilt_here = {name for method, estimator in asked for name in methods(jobs[estimator])[method].writes}
@@ -160,9 +160,10 @@ def test_every_column_that_a_method_may_answer_with_is_spoilt_here(tiny_model: P
 
 
 @pytest.mark.parametrize(("method", "estimator"), [*((method, "grpo") for method in METHODS), *OTHERS])
-async def test_a_wrong_answer_is_the_roles_failure_by_name_and_a_right_one_comes_to_the_bit(
+async def test_a_wrong_answer_fails_by_name_and_a_right_one_arrives(
     method: str, estimator: str, tiny_model: Path, tmp_path: Path
 ) -> None:
+    """A wrong answer is the role's failure; a right one arrives bit for bit."""
     job = job_of(method, tiny_model, tmp_path, estimator)
     declared = methods(job)[method]
     request = correct(declared, ROWS)
@@ -221,9 +222,7 @@ async def test_a_score_may_stand_on_sampled_tokens_alone(
             await answer_to(ask, request)
 
 
-async def test_numbers_that_a_reward_returns_besides_the_score_have_finite_means(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_extra_numbers_of_a_reward_have_finite_means(tiny_model: Path, tmp_path: Path) -> None:
     """However large its numbers are: the controller logs the mean of each, and votes with the texts."""
     job = job_of("reward.compute_scores", tiny_model, tmp_path)
     request = correct(methods(job)["reward.compute_scores"], ROWS)

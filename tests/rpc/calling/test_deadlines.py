@@ -27,6 +27,7 @@ from rolemesh.rpc.calling.clients import CriticClient, RewardClient, RolloutClie
 from rolemesh.rpc.calling.deadlines import Deadlines
 from rolemesh.rpc.calling.dispatch import ATTEMPTS_PER_REPLICA
 from rolemesh.rpc.contract import CRITIC, REWARD, ROLLOUT
+from rolemesh.rpc.serving.memory_budget import MemoryBudget
 from rolemesh.rpc.serving.server import RoleServer
 from rolemesh.services.critic.servicer import CriticServicer
 from rolemesh.services.critic.worker import CriticWorker
@@ -35,14 +36,15 @@ from rolemesh.services.reward.worker import RewardWorker
 from rolemesh.services.rollout.servicer import RolloutServicer
 from rolemesh.services.rollout.worker import RolloutWorker
 from rolemesh.telemetry import metrics
-from rolemesh.wire.room import Room
 
 NEVER_S = 1e9
 
 
 @asynccontextmanager
-async def serving(role: str, service: ServiceDescriptor, servicer: Any, room: Room) -> AsyncIterator[str]:
-    server = RoleServer({role: [service]}, room)
+async def serving(
+    role: str, service: ServiceDescriptor, servicer: Any, budget: MemoryBudget
+) -> AsyncIterator[str]:
+    server = RoleServer({role: [service]}, budget)
     address = await server.start("127.0.0.1:0")
     try:
         await server.ready({service: servicer})
@@ -60,9 +62,10 @@ async def until(is_so: Callable[[], bool]) -> None:
 # ------------------------------------------------------------------------------------ the law
 
 
-async def test_time_begins_when_earlier_calls_have_ended_or_own_rows_are_answered(
+async def test_a_calls_time_begins_after_earlier_calls_or_at_its_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Time begins when earlier calls have ended, or when rows of the call itself are answered."""
     deadlines = Deadlines(60.0)
     ends = [ExitStack() for _ in range(4)]
     with monkeypatch.context() as patch:
@@ -129,14 +132,14 @@ async def rollout(tiny_model: Path, tmp_path: Path) -> AsyncIterator[tuple[Held,
     """A worker that is served, and how to make a client of it whose calls have 600 s."""
     job = reward_job(tiny_model, tmp_path)
     worker = Held(job)
-    async with serving("rollout", ROLLOUT, RolloutServicer(worker), Room(stall_s=NEVER_S)) as address:
+    async with serving("rollout", ROLLOUT, RolloutServicer(worker), MemoryBudget(stall_s=NEVER_S)) as address:
         yield worker, lambda **options: RolloutClient([address], methods(job), timeout_s=600.0, **options)
     worker.close()
 
 
 # Its rows wait at the replica; they wait in the pool, because the replica is full.
 @pytest.mark.parametrize("options", [{}, {"may_grow": True, "rows_at_once": 1}], ids=["replica", "room"])
-async def test_generations_that_stand_behind_one_another_may_take_longer_than_a_deadline(
+async def test_queued_generations_may_take_longer_than_one_deadline(
     rollout: tuple[Held, Callable[..., RolloutClient]], options: dict[str, Any]
 ) -> None:
     worker, client_of = rollout
@@ -149,7 +152,7 @@ async def test_generations_that_stand_behind_one_another_may_take_longer_than_a_
             assert await call == 2
 
 
-async def test_a_call_that_waits_for_room_behind_one_that_hangs_ends_as_that_does(
+async def test_a_call_queued_behind_one_that_hangs_ends_with_it(
     rollout: tuple[Held, Callable[..., RolloutClient]],
 ) -> None:
     worker, client_of = rollout
@@ -209,7 +212,7 @@ def critic_job(tiny_model: Path, tmp_path: Path) -> JobConfig:
     )
 
 
-async def test_a_call_that_hangs_ends_after_its_deadline_and_an_update_behind_it_after_its_own(
+async def test_a_hung_call_and_the_update_behind_it_end_at_deadlines(
     critic_job: JobConfig,
 ) -> None:
     """Both end at the server, too, and neither is sent again. The update is sent at 100 s. Its time begins at
@@ -217,7 +220,7 @@ async def test_a_call_that_hangs_ends_after_its_deadline_and_an_update_behind_it
     worker, batch = Hanging(critic_job), sequence_batch(16)
     late = r"critic.{} at .* step 0: no answer within the deadline of 600 s$"
     async with (
-        serving("critic", CRITIC, CriticServicer(worker), Room(stall_s=NEVER_S)) as address,
+        serving("critic", CRITIC, CriticServicer(worker), MemoryBudget(stall_s=NEVER_S)) as address,
         CriticClient([address], methods(critic_job), timeout_s=600.0) as client,
     ):
         first = asyncio.create_task(client.compute_values(batch))
@@ -254,13 +257,12 @@ def silent_requests() -> Iterator[threading.Event]:
         over.set()
 
 
-async def test_a_pure_call_is_retried_after_a_silent_request_and_its_error_has_the_servers_words(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    job, room, batch = reward_job(tiny_model, tmp_path), Room(stall_s=0.01), reward_batch(1000)
+async def test_a_pure_call_is_retried_after_a_silent_request(tiny_model: Path, tmp_path: Path) -> None:
+    """Its error has the server's words."""
+    job, budget, batch = reward_job(tiny_model, tmp_path), MemoryBudget(stall_s=0.01), reward_batch(1000)
     retries = metrics.CLIENT_RETRIES.labels("reward", "ComputeScores")._value
     async with (
-        serving("reward", REWARD, RewardServicer(RewardWorker(job)), room) as address,
+        serving("reward", REWARD, RewardServicer(RewardWorker(job)), budget) as address,
         RewardClient([address], methods(job), timeout_s=600.0) as client,
     ):
         with silent_requests() as over:
@@ -271,7 +273,7 @@ async def test_a_pure_call_is_retried_after_a_silent_request_and_its_error_has_t
             before = retries.get()
             call = asyncio.create_task(client.compute_scores(batch))
             await until(lambda: retries.get() > before or call.done())
-            room.stall_s = NEVER_S
+            budget.stall_s = NEVER_S
             over.set()
             assert (await call)["token_level_scores"].sum(1).tolist() == list(range(1000))
 
@@ -279,7 +281,7 @@ async def test_a_pure_call_is_retried_after_a_silent_request_and_its_error_has_t
 async def test_an_update_whose_request_was_silent_is_not_sent_again(critic_job: JobConfig) -> None:
     worker = Hanging(critic_job)
     async with (
-        serving("critic", CRITIC, CriticServicer(worker), Room(stall_s=0.01)) as address,
+        serving("critic", CRITIC, CriticServicer(worker), MemoryBudget(stall_s=0.01)) as address,
         CriticClient([address], methods(critic_job), timeout_s=600.0) as client,
     ):
         with (

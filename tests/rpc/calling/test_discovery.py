@@ -18,7 +18,7 @@ from api_server import ApiServer, api_server, endpoint, slice_of
 from membership import until
 
 from rolemesh.errors import InvalidConfig
-from rolemesh.kubernetes import Cluster
+from rolemesh.kubernetes import KubernetesApi
 from rolemesh.rpc.calling import discovery, pool
 from rolemesh.rpc.calling.discovery import Endpoints, parse
 
@@ -33,7 +33,7 @@ async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
 class Seen:
     """The addresses that a watch has reported, each once."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: KubernetesApi) -> None:
         self._watch = Endpoints("reward", 50051, cluster).watch()
 
     async def next(self) -> list[str]:
@@ -71,7 +71,7 @@ async def test_a_watch_goes_on_from_what_was_listed(api: ApiServer) -> None:
     assert await seen.next() == at(C)
 
 
-async def test_a_watch_that_ends_or_is_cut_goes_on_from_the_last_version_received(api: ApiServer) -> None:
+async def test_a_watch_resumes_from_the_last_version_received(api: ApiServer) -> None:
     """A bookmark counts. Nothing is reported twice, and the token is the one of that time."""
     seen = Seen(api.cluster)
     reported = asyncio.create_task(seen.next())
@@ -158,7 +158,7 @@ async def test_after_an_object_that_makes_no_sense_all_are_listed_anew(
 WATCHER = """
 import asyncio, json, logging, sys
 from pathlib import Path
-from rolemesh.kubernetes import Cluster
+from rolemesh.kubernetes import KubernetesApi
 from rolemesh.rpc.calling import discovery, pool
 
 logging.basicConfig(format="%(message)s", stream=sys.stdout)
@@ -167,7 +167,7 @@ discovery.DNS_EVERY_S = 0.05
 async def main():
     members = discovery.Dns("reward.here.svc", 50051)
     if len(sys.argv) > 1:
-        members = discovery.Endpoints("reward", 50051, Cluster(sys.argv[1], Path(sys.argv[2])))
+        members = discovery.Endpoints("reward", 50051, KubernetesApi(sys.argv[1], Path(sys.argv[2])))
     async for found in members.watch():
         print(json.dumps(sorted(found)), flush=True)
 

@@ -28,6 +28,7 @@ from rolemesh.rpc.calling.clients import ActorClient, RewardClient, RolloutClien
 from rolemesh.rpc.calling.dispatch import ATTEMPTS_PER_REPLICA, piece_rows
 from rolemesh.rpc.calling.replica import Replica
 from rolemesh.rpc.contract import REWARD, ROLLOUT
+from rolemesh.rpc.serving.memory_budget import MemoryBudget
 from rolemesh.rpc.serving.server import RoleServer
 from rolemesh.services.processes.serve import load_group
 from rolemesh.services.reward.servicer import RewardServicer
@@ -36,7 +37,6 @@ from rolemesh.services.rollout.servicer import RolloutServicer
 from rolemesh.services.rollout.worker import RolloutWorker
 from rolemesh.telemetry import context, metrics
 from rolemesh.telemetry.logs import JsonFormatter
-from rolemesh.wire.room import Room
 
 
 def index_scores(answer: DataProto) -> list[float]:
@@ -51,9 +51,7 @@ def test_pieces_are_neither_few_nor_tiny(rows: int, replicas: int, size: int) ->
     assert piece_rows(rows, replicas) == size
 
 
-async def test_scores_over_grpc_are_those_in_process_whatever_the_replicas(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_scores_over_grpc_equal_those_in_process(tiny_model: Path, tmp_path: Path) -> None:
     job = reward_job(tiny_model, tmp_path)
     batch = reward_batch(37)
     expected = await RewardWorker(job).compute_scores(batch)
@@ -127,9 +125,7 @@ async def test_a_replica_that_comes_back_is_used_again(tiny_model: Path, tmp_pat
         await client.close()
 
 
-async def test_when_every_replica_is_gone_the_call_fails_and_names_them(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_a_call_fails_and_names_its_replicas_when_all_are_gone(tiny_model: Path, tmp_path: Path) -> None:
     job = reward_job(tiny_model, tmp_path)
     async with served("reward", job) as addresses:
         pass
@@ -138,12 +134,10 @@ async def test_when_every_replica_is_gone_the_call_fails_and_names_them(
             await client.compute_scores(reward_batch(1))
 
 
-async def test_a_call_waits_for_a_replica_that_has_no_memory_and_leaves_it_in_the_pool(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_a_call_waits_for_a_replica_that_has_no_memory(tiny_model: Path, tmp_path: Path) -> None:
     """More often than it would ask one that is gone."""
-    job, room, returned = reward_job(tiny_model, tmp_path), Room(1 << 20), list[Replica]()
-    server = RoleServer({"reward": [REWARD]}, room)
+    job, budget, returned = reward_job(tiny_model, tmp_path), MemoryBudget(1 << 20), list[Replica]()
+    server = RoleServer({"reward": [REWARD]}, budget)
     address = await server.start("127.0.0.1:0")
     await server.ready((await load_group(["reward"], job))[1])
     retries = metrics.CLIENT_RETRIES.labels("reward", "ComputeScores")._value
@@ -154,8 +148,8 @@ async def test_a_call_waits_for_a_replica_that_has_no_memory_and_leaves_it_in_th
     async with RewardClient([address], methods(job), timeout_s=120) as client:
         await client.wait_until_ready(120)
         client.pool.on_return = on_return
-        with room.stay() as other:
-            other.resize(room.total_bytes)
+        with budget.reserve() as other:
+            other.resize(budget.total_bytes)
             before = retries.get()
             call = asyncio.create_task(client.compute_scores(reward_batch(8)))
             while retries.get() <= before + ATTEMPTS_PER_REPLICA:
@@ -168,13 +162,13 @@ async def test_a_call_waits_for_a_replica_that_has_no_memory_and_leaves_it_in_th
 
 
 async def test_a_call_waits_for_memory_within_its_deadline(tiny_model: Path, tmp_path: Path) -> None:
-    job, room = reward_job(tiny_model, tmp_path), Room(1 << 20)
-    server = RoleServer({"reward": [REWARD]}, room)
+    job, budget = reward_job(tiny_model, tmp_path), MemoryBudget(1 << 20)
+    server = RoleServer({"reward": [REWARD]}, budget)
     address = await server.start("127.0.0.1:0")
     await server.ready((await load_group(["reward"], job))[1])
     async with RewardClient([address], methods(job), timeout_s=0.5) as client:
-        with room.stay() as other:
-            other.resize(room.total_bytes)
+        with budget.reserve() as other:
+            other.resize(budget.total_bytes)
             with pytest.raises((RoleBusy, RoleTimeout), match=r"no room|deadline of 0.5 s"):
                 await client.compute_scores(reward_batch(8))
     await server.drain(0)
@@ -242,9 +236,7 @@ async def test_job_and_step_reach_the_roles_log(
     assert (line["job"], line["role"], line["step"], line["level"]) == ("Größe 1", "reward", 12, "info")
 
 
-async def test_a_batch_without_a_column_is_refused_before_anything_is_sent(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_a_batch_without_a_column_is_refused_before_it_is_sent(tiny_model: Path, tmp_path: Path) -> None:
     job = reward_job(tiny_model, tmp_path)
     async with RewardClient(["127.0.0.1:1"], methods(job)) as client:
         with pytest.raises(InvalidBatch, match="prompt_mask"):
@@ -314,9 +306,7 @@ async def test_a_cancelled_call_ends_at_the_server_too(tiny_model: Path, tmp_pat
             assert index_scores(await client.compute_scores(reward_batch(1))) == [0]
 
 
-async def test_a_client_that_is_closed_during_a_call_gives_an_error_and_not_fewer_rows(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_a_client_closed_during_a_call_raises_and_drops_no_rows(tiny_model: Path, tmp_path: Path) -> None:
     with gate(tmp_path / "started") as started, gate(tmp_path / "gate") as release:
         job = reward_job(tiny_model, tmp_path, started=str(started.path), gate=str(release.path))
         async with served("reward", job) as addresses, RewardClient(addresses, methods(job)) as client:

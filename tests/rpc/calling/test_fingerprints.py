@@ -70,7 +70,7 @@ async def scores(client: RewardClient, rows: int = 16) -> list[float]:
     return list(answer["token_level_scores"].sum(1).tolist())
 
 
-async def test_a_replica_with_the_old_job_gets_no_row_until_it_is_started_with_the_new_one(
+async def test_a_replica_with_the_old_job_gets_no_rows(
     tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And the old controller takes no replica with the new job."""
@@ -97,7 +97,7 @@ async def test_a_replica_with_the_old_job_gets_no_row_until_it_is_started_with_t
             await until(client.pool, lambda: len(client.pool.live) == 2)
 
 
-async def test_a_replica_that_is_started_with_another_job_during_a_run_gets_no_more_rows(
+async def test_a_replica_restarted_with_another_job_gets_no_more_rows(
     tiny_model: Path,
 ) -> None:
     """Between two calls, so that no call breaks off: the call itself names the fingerprint that was seen."""
@@ -116,7 +116,7 @@ async def test_a_replica_that_is_started_with_another_job_during_a_run_gets_no_m
         await client.close()
 
 
-async def test_waiting_for_an_actor_of_another_job_is_logged_again_and_again(
+async def test_a_wait_for_an_actor_of_another_job_is_logged_repeatedly(
     tiny_model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The actor reports its job before it has loaded a model."""
@@ -144,9 +144,10 @@ async def test_waiting_for_an_actor_of_another_job_is_logged_again_and_again(
     assert lines[-1].levelno == logging.WARNING
 
 
-async def test_a_server_in_another_language_has_no_fingerprint_and_an_old_rolemesh_is_refused(
+async def test_a_foreign_server_is_used_and_an_old_rolemesh_is_refused(
     tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A server in another language has no fingerprint."""
     own, _ = rewards(tiny_model)
     foreign, health = grpc.aio.server(), aio.HealthServicer()
     add_HealthServicer_to_server(health, foreign)

@@ -11,22 +11,22 @@ import pytest
 import torch
 from batches import VOCABULARY, P, T, correct
 
+from rolemesh.batch_validation import BatchValidator
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, RoleFailed
 from rolemesh.roles import Metrics, methods
-from rolemesh.rpc import answers
+from rolemesh.rpc import unary_answers
 from rolemesh.rpc.batches import LARGE_ROWS, batch_of, check_answer
 from rolemesh.rpc.calling.clients import CriticClient
 from rolemesh.rpc.contract import CRITIC, FRAME, REWARD, Rpc, deserializer, rpcs
+from rolemesh.rpc.serving.memory_budget import MemoryBudget
 from rolemesh.rpc.serving.server import RoleServer
 from rolemesh.services.critic.servicer import CriticServicer
 from rolemesh.services.critic.worker import CriticWorker
 from rolemesh.services.processes.serve import services_of
 from rolemesh.v1.actor_pb2 import PublishWeightsResponse
-from rolemesh.validation import BatchValidator
 from rolemesh.wire.limits import MAX_ANSWER_BYTES, MAX_ANSWER_FIELDS, MAX_MANIFEST_BYTES
-from rolemesh.wire.room import Room
 from rolemesh.wire.streams import LARGE_BYTES, send
 
 # -------------------------------------------------------------------- where batches are looked through
@@ -55,9 +55,10 @@ class Watched(BatchValidator):
         (4, LARGE_BYTES // 4, True),
     ],
 )
-async def test_a_batch_of_many_rows_or_bytes_is_looked_through_while_the_event_loop_goes_on(
+async def test_validating_a_large_batch_does_not_block_the_event_loop(
     rows: int, width: int, in_a_thread: bool, tiny_model: Path, tmp_path: Path
 ) -> None:
+    """The batch has many rows or many bytes."""
     job = make_job(
         {
             "data": {"max_prompt_length": 1, "max_response_length": width},
@@ -78,8 +79,8 @@ async def test_a_batch_of_many_rows_or_bytes_is_looked_through_while_the_event_l
     )
     answer = DataProto({"token_level_scores": torch.zeros(rows, width), "acc": torch.zeros(rows)})
     Watched.threads.clear()
-    with Room().stay() as stay:
-        admitted = await batch_of(rpc, send(request), validator, stay)
+    with MemoryBudget().reserve() as reservation:
+        admitted = await batch_of(rpc, send(request), validator, reservation)
     await check_answer(rpc, answer, validator, admitted)
     assert [thread != threading.get_ident() for thread in Watched.threads] == [in_a_thread] * 2
 
@@ -106,7 +107,7 @@ async def test_an_answer_is_measured_and_counted_before_it_is_parsed(
 
         return read
 
-    monkeypatch.setattr(answers, "deserializer", seen)
+    monkeypatch.setattr(unary_answers, "deserializer", seen)
     most = MAX_ANSWER_BYTES + (MAX_MANIFEST_BYTES if rpc.name == "GetManifest" else 0)
     for wrong, message in [
         (bytes(most + 1), f"a {rpc.response.name} has at most {most} bytes; got {most + 1}"),
@@ -117,13 +118,13 @@ async def test_an_answer_is_measured_and_counted_before_it_is_parsed(
         (b"\xff" * 40, "a number of more than 64 bits"),
     ]:
         with pytest.raises(InvalidBatch, match=message):
-            await answers.read_answer(rpc, wrong)
+            await unary_answers.read_answer(rpc, wrong)
     assert parsed == []
-    await answers.read_answer(rpc, EMPTY_FIELD * MAX_ANSWER_FIELDS)
+    await unary_answers.read_answer(rpc, EMPTY_FIELD * MAX_ANSWER_FIELDS)
     assert parsed == [2 * MAX_ANSWER_FIELDS]
 
 
-@pytest.mark.parametrize("size", [answers.LARGE_BYTES - 1, answers.LARGE_BYTES])
+@pytest.mark.parametrize("size", [unary_answers.LARGE_BYTES - 1, unary_answers.LARGE_BYTES])
 async def test_a_large_answer_is_parsed_while_the_event_loop_goes_on(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,12 +137,12 @@ async def test_a_large_answer_is_parsed_while_the_event_loop_goes_on(
 
         return read
 
-    monkeypatch.setattr(answers, "deserializer", seen)
+    monkeypatch.setattr(unary_answers, "deserializer", seen)
     [rpc] = [rpc for rpc in MESSAGES if rpc.name == "PublishWeights"]
     empty = PublishWeightsResponse(digest="x" * (size - 4)).SerializeToString()
     assert len(empty) == size
-    await answers.read_answer(rpc, empty)
-    assert [thread != threading.get_ident() for thread in threads] == [size == answers.LARGE_BYTES]
+    await unary_answers.read_answer(rpc, empty)
+    assert [thread != threading.get_ident() for thread in threads] == [size == unary_answers.LARGE_BYTES]
 
 
 class Talkative(CriticWorker):

@@ -33,9 +33,7 @@ def index_scores(answer: DataProto) -> list[float]:
     return answer["token_level_scores"].sum(1).tolist()
 
 
-async def test_a_replica_that_joins_in_the_midst_of_a_call_gets_what_is_not_begun(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_a_replica_that_joins_during_a_call_gets_remaining_rows(tiny_model: Path, tmp_path: Path) -> None:
     """The first one waits in its first row for a byte, which the second one writes when it has scored 32 rows:
     all but the two pieces that the first one has."""
     with gate(tmp_path / "started") as started, gate(tmp_path / "gate") as release:
@@ -51,9 +49,7 @@ async def test_a_replica_that_joins_in_the_midst_of_a_call_gets_what_is_not_begu
     assert len(scored(tmp_path / "1")) == len(scored(tmp_path / "2")) == 32
 
 
-async def test_a_replica_that_leaves_ends_what_it_computes_and_gets_no_more(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_a_leaving_replica_finishes_its_rows_and_gets_no_more(tiny_model: Path, tmp_path: Path) -> None:
     with gate(tmp_path / "started") as started, gate(tmp_path / "gate") as release:
         leaving = reward_job(tiny_model, tmp_path / "1", started=str(started.path), gate=str(release.path))
         staying = reward_job(tiny_model, tmp_path / "2")
@@ -132,7 +128,7 @@ class Lost(Listed):
         yield
 
 
-async def test_a_call_that_waits_for_a_replica_gets_the_reason_why_none_will_come(
+async def test_a_call_that_waits_in_vain_for_a_replica_gets_the_reason(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     table = methods(reward_job(tiny_model, tmp_path))
@@ -157,7 +153,7 @@ class Failing(Listed):
             yield reported
 
 
-async def test_whatever_ends_the_watch_of_addresses_is_logged_and_it_begins_again(
+async def test_an_address_watch_that_ends_is_logged_and_begins_again(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(discovery, "FOLLOW_S", 0.0)
@@ -203,7 +199,7 @@ async def test_several_addresses_of_a_trained_role_are_one_replica(tiny_model: P
             assert await actor.update(batch) == first
 
 
-async def test_several_addresses_of_a_server_without_state_are_one_replica(
+async def test_several_addresses_of_a_stateless_server_are_one_replica(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     job = reward_job(tiny_model, tmp_path)
@@ -220,9 +216,8 @@ async def test_several_addresses_of_a_server_without_state_are_one_replica(
 
 
 @pytest.mark.parametrize("when", ["at the start", "later"])
-async def test_a_second_server_of_a_trained_role_ends_the_run_even_while_it_loads(
-    tiny_model: Path, when: str
-) -> None:
+async def test_a_second_server_of_a_trained_role_ends_the_run(tiny_model: Path, when: str) -> None:
+    """Also while the second server still loads."""
     job = job_of(tiny_model)
     loading = group_server(["actor"])
     second = await loading.start("127.0.0.1:0")
@@ -251,7 +246,7 @@ async def test_a_second_server_of_a_trained_role_ends_the_run_even_while_it_load
         await loading.drain(0)
 
 
-async def test_two_servers_are_distinguished_from_one_restarted_and_from_one_gone() -> None:
+async def test_two_servers_differ_from_one_restarted_and_from_one_gone() -> None:
     one, two = group_server(["actor"]), group_server(["actor"])
     address = await one.start("127.0.0.1:0")
     here, by_its_name = Replica(address, "actor"), Replica(by_name(address), "actor")
@@ -317,9 +312,10 @@ async def test_an_actor_in_another_place_is_another_life(tiny_model: Path) -> No
                 await actor.publish_weights(2)
 
 
-async def test_a_rollout_that_joins_takes_the_weights_and_then_rows_of_the_running_call(
+async def test_a_rollout_that_joins_takes_weights_and_rows_of_the_call(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It takes the weights first, then rows of the running call."""
     job = job_of(tiny_model)  # of 4 rows at once
     prompts = prompts_of(40)
     worker = RolloutWorker(job)

@@ -26,16 +26,16 @@ from saving import saved
 from serving import served
 
 import rolemesh.v1
-from rolemesh.catalog.roles import ROLES
+from rolemesh.catalog.role_specs import ROLES
 from rolemesh.errors import InvalidConfig, NotPermitted, RoleUnavailable, WeightsUnavailable
 from rolemesh.roles import methods
 from rolemesh.rpc import tls
 from rolemesh.rpc.calling.clients import ActorClient
 from rolemesh.rpc.channels import open_channel
 from rolemesh.rpc.contract import ACTOR, CALLERS, WEIGHTS, rpcs
-from rolemesh.rpc.errors import ENDED_WHILE_WRITING
 from rolemesh.rpc.serving.access import Permissions
 from rolemesh.rpc.serving.server import RoleServer
+from rolemesh.rpc.status_codes import ENDED_WHILE_WRITING
 from rolemesh.telemetry import metrics
 from rolemesh.v1 import data_pb2
 from rolemesh.weights.remote import RemoteWeights
@@ -130,7 +130,7 @@ def test_every_rpc_of_every_service_says_who_may_call_it() -> None:
     assert len(stated()) == sum(len(service.methods) for service in OURS) > 20
 
 
-def test_every_role_that_is_served_is_a_role_that_a_certificate_may_name() -> None:
+def test_a_certificate_may_name_every_role_that_is_served() -> None:
     assert set(CALLERS.values()) == {*ROLES, "controller", "operator"}
 
 
@@ -147,7 +147,7 @@ def test_the_page_says_who_may_call_what() -> None:
 
 
 @pytest.mark.parametrize("caller", ["", *CALLERS.values()])
-async def test_each_role_may_call_what_the_proto_lets_it_and_nothing_else(
+async def test_each_role_may_call_exactly_what_the_proto_permits(
     caller: str, tmp_path: Path, authority: Authority
 ) -> None:
     """A certificate without a role may call nothing. The server's own roles give a caller no right."""
@@ -186,7 +186,7 @@ async def test_without_keys_anybody_may_call_anything(tmp_path: Path) -> None:
         [f"controller.{JOB}.{OTHER}", f"controller.controller.{JOB}.{OTHER}"],
     ],
 )
-async def test_a_certificate_of_another_job_has_no_right_not_even_to_health(
+async def test_a_certificate_of_another_job_may_not_even_call_health(
     names: list[str], tmp_path: Path, authority: Authority
 ) -> None:
     tls.use_keys(swap(tmp_path / "server", authority.keys(JOB, "actor")))
@@ -229,7 +229,7 @@ async def test_a_method_without_callers_in_the_proto_is_denied_to_all(
     assert (error.details() or "").startswith("Forgotten.Ask may be called by nobody; the caller's certificate")
 
 
-async def test_a_service_that_a_library_adds_to_a_server_may_be_called_by_nobody(
+async def test_a_service_that_a_library_adds_may_be_called_by_nobody(
     tmp_path: Path, authority: Authority
 ) -> None:
     tls.use_keys(swap(tmp_path / "keys", authority.keys(JOB, *CALLERS.values())))
@@ -243,9 +243,10 @@ async def test_a_service_that_a_library_adds_to_a_server_may_be_called_by_nobody
     await server.stop(0)
 
 
-async def test_a_rewards_key_saves_no_checkpoint_and_the_controllers_does(
+async def test_only_the_controllers_key_saves_a_checkpoint(
     tiny_model: Path, tmp_path: Path, authority: Authority
 ) -> None:
+    """A reward's key is refused."""
     job = small_job(tmp_path, tiny_model, "run")
     refused = metrics.SERVER_REQUESTS.labels("actor", "BeginCheckpoint", "PERMISSION_DENIED")
     before = refused._value.get()
@@ -303,7 +304,7 @@ async def reflected(channel: grpc.aio.Channel) -> Any:
 # ------------------------------------------------------------------------ who a caller wants to see
 
 
-async def test_no_process_can_pose_as_a_role_that_its_certificate_does_not_name(
+async def test_no_process_can_pose_as_a_role_outside_its_certificate(
     tiny_model: Path, tmp_path: Path, authority: Authority
 ) -> None:
     job = small_job(tmp_path, tiny_model, "run")
@@ -325,7 +326,7 @@ async def test_no_process_can_pose_as_a_role_that_its_certificate_does_not_name(
 
 
 @needs_openssl
-async def test_the_pages_commands_make_certificates_that_the_pages_table_lets_in(tmp_path: Path) -> None:
+async def test_the_pages_commands_make_certificates_its_table_admits(tmp_path: Path) -> None:
     [commands] = re.findall(r"^```sh\n(.*?)^```", SECURITY.read_text(), re.MULTILINE | re.DOTALL)
     keys = await asyncio.to_thread(made_by, commands, tmp_path)
     tls.use_keys(keys["policy"], "actor", "rollout")

@@ -66,9 +66,10 @@ async def rows_of(stream: AsyncIterator[DataProto]) -> DataProto:
 
 
 @pytest.mark.parametrize("within_the_grace", [True, False])
-async def test_a_rollout_that_drains_ends_its_rows_or_others_make_them_and_new_calls_go_elsewhere_at_once(
+async def test_a_draining_rollout_loses_no_rows_and_gets_no_new_calls(
     tiny_model: Path, step_by_step: None, within_the_grace: bool
 ) -> None:
+    """It finishes its rows or another replica generates them; new calls go elsewhere at once."""
     job, prompts = job_of(tiny_model), prompts_of(16)
     leaving, staying = Held(job), RolloutWorker(job)
     expected = await rows_of(staying.generate(prompts))
@@ -96,7 +97,7 @@ async def test_a_rollout_that_drains_ends_its_rows_or_others_make_them_and_new_c
     await servers[1].drain(0)
 
 
-async def test_a_relay_that_drains_ends_what_it_sends_and_refuses_the_next(
+async def test_a_draining_relay_ends_its_transfer_and_refuses_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(region, "CAN_SHARE", False)  # as between two machines: every byte is sent

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from sequences import sequence_batch
 from serving import Gate, gate, reward_batch, reward_job, serve_process
 
-from rolemesh.catalog.loading import forget
+from rolemesh.catalog.plugin_imports import forget
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.errors import RoleUnavailable
 from rolemesh.roles import methods

@@ -19,15 +19,15 @@ from in_process import small_job
 from serving import served
 
 import rolemesh.v1
-from rolemesh.catalog.roles import ROLES
+from rolemesh.catalog.role_specs import ROLES
 from rolemesh.config.job import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import RoleFailed
 from rolemesh.roles import methods
 from rolemesh.rpc.contract import GROUP, Rpc, rpcs
-from rolemesh.rpc.errors import ENDED_WHILE_WRITING, ERROR_KEY
 from rolemesh.rpc.metadata import STEP_KEY
 from rolemesh.rpc.serving.server import RoleServer
+from rolemesh.rpc.status_codes import ENDED_WHILE_WRITING, ERROR_KEY
 from rolemesh.services.controller.service.servicer import SERVICE as CONTROLLER
 from rolemesh.services.controller.service.servicer import ControllerServicer
 from rolemesh.services.controller.service.status import RunStatus
@@ -64,7 +64,7 @@ async def everything_served(job: JobConfig) -> AsyncIterator[list[tuple[str, Rpc
         for role, service, address in places:
             channel = await stack.enter_async_context(grpc.aio.insecure_channel(address))
             calls += [(role, rpc, channel) for rpc in rpcs(service)]
-        # Rank 0 serves GroupService, to its followers alone: tests/ranks/test_orders.py.
+        # Rank 0 serves GroupService, to its followers alone: tests/ranks/test_executor.py.
         assert {rpc.service for _, rpc, _ in calls} == every_service() - {GROUP.full_name}
         yield calls
 
@@ -101,9 +101,7 @@ async def one(request: bytes) -> AsyncIterator[bytes]:
     yield request
 
 
-async def test_bytes_that_are_no_request_are_refused_as_that_by_every_rpc(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_every_rpc_refuses_bytes_that_are_no_request(tiny_model: Path, tmp_path: Path) -> None:
     """An rpc that somebody adds is asked here too: each service of the .proto files must be served, and each of
     its methods."""
     unlike_expected = {}
@@ -162,9 +160,7 @@ def new_service(name: str, *methods_: tuple[str, bool]) -> ServiceDescriptor:
     return pool.AddSerializedFile(file.SerializeToString()).services_by_name["New"]
 
 
-async def test_a_batch_that_nobody_declared_is_an_error_before_anybody_calls(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_an_undeclared_batch_is_an_error_before_anybody_calls(tiny_model: Path, tmp_path: Path) -> None:
     class Servicer:
         def __init__(self, validator: Any = None) -> None:
             self.validator = validator

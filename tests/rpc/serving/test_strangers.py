@@ -18,7 +18,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from serving import served_group
 
-from rolemesh.catalog.roles import ROLES
+from rolemesh.catalog.role_specs import ROLES
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.rpc.contract import Rpc, deserializer, rpcs, serializer
 from rolemesh.services.processes.serve import services_of
@@ -189,7 +189,7 @@ async def test_the_answer_to_a_foreign_path_says_nothing_about_it(
 
 
 @pytest.mark.parametrize("role", ["Actor", "Critic"])
-async def test_a_checkpoint_is_written_and_read_at_home_and_changes_no_other_file(
+async def test_a_checkpoint_in_its_home_changes_no_other_file(
     channel: grpc.aio.Channel, run_dir: Path, role: str
 ) -> None:
     home = run_dir / role
@@ -206,7 +206,7 @@ async def test_a_checkpoint_is_written_and_read_at_home_and_changes_no_other_fil
     assert await ask(channel, load, new(load, directory=str(home))) == (OK, "")
 
 
-async def test_an_update_without_a_source_is_refused_before_anything_changes(
+async def test_an_update_without_a_source_is_refused_before_any_change(
     channel: grpc.aio.Channel, run_dir: Path
 ) -> None:
     rpc = named("UpdateWeights")

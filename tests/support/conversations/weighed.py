@@ -13,7 +13,7 @@ from serving import served
 from transformers import AutoTokenizer
 
 from rolemesh.catalog.call_formats import CALL_FORMATS
-from rolemesh.catalog.loading import forget
+from rolemesh.catalog.plugin_imports import forget
 from rolemesh.config import JobConfig
 from rolemesh.data.dataset import Agents, PromptDataset
 from rolemesh.dataproto import DataProto
@@ -21,7 +21,7 @@ from rolemesh.models.loading import load_tokenizer
 from rolemesh.models.tiny import CHAT_TEMPLATE
 from rolemesh.roles import Environment, Rollout, methods
 from rolemesh.rpc.calling.episodes import EnvironmentClient
-from rolemesh.services.controller.conversations.conversing import Conversing
+from rolemesh.services.controller.conversations.conversation_rollout import ConversationRollout
 from rolemesh.services.controller.stages.experience import collect, fan_out
 from rolemesh.v1.environment_pb2 import DescribeRequest
 
@@ -90,5 +90,5 @@ async def talked(
     async def same(finished: DataProto) -> DataProto:
         return finished
 
-    talking = Conversing(rollout, environment, job, tokenizer)
+    talking = ConversationRollout(rollout, environment, job, tokenizer)
     return await collect(talking.generate(rows), rows, same)

@@ -15,26 +15,26 @@ from torch import Tensor
 from vllm_rollouts import job_of
 
 from rolemesh.models.loading import load_outline, named_weights
-from rolemesh.services.rollout.engines.vllm import arguments
-from rolemesh.weights.held import HeldWeights
+from rolemesh.services.rollout.engines.vllm import engine_args
 from rolemesh.weights.manifest import lay_out
+from rolemesh.weights.published import PublishedWeights
 from rolemesh.weights.region import WeightRegion
 from rolemesh.weights.tensors import RegionTensors
 
 
 def started(model: Path, dtype: str) -> tuple[Any, dict[str, Tensor]]:
     """Load a model; return the worker and the model's weights on the device `meta`."""
-    arguments.prepare_environment(torch.device("cpu"))
+    engine_args.prepare_environment(torch.device("cpu"))
     from vllm import AsyncEngineArgs
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.utils.network_utils import get_distributed_init_method, get_open_port
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     cleanup_dist_env_and_memory()  # the groups of the model before
-    arguments._check_experts = lambda model: None  # what vLLM does not compute it still loads
+    engine_args._check_experts = lambda model: None  # what vLLM does not compute it still loads
     job = job_of(model, dtype=dtype)
     outline = load_outline(job.actor.model, "rollout")
-    config = AsyncEngineArgs(**arguments.engine_arguments(job, outline)).create_engine_config()
+    config = AsyncEngineArgs(**engine_args.engine_arguments(job, outline)).create_engine_config()
     wrapper = WorkerWrapperBase(rpc_rank=0)
     address = get_distributed_init_method("127.0.0.1", get_open_port())
     place = {"local_rank": 0, "rank": 0, "distributed_init_method": address, "is_driver_worker": True}
@@ -73,7 +73,7 @@ def _version(own: dict[str, Tensor], generator: torch.Generator) -> dict[str, Te
 
 
 def _take(worker: Any, weights: dict[str, Tensor], dtype: torch.dtype | None) -> None:
-    published = asyncio.run(HeldWeights(1, weights, dtype=dtype).fetch())
+    published = asyncio.run(PublishedWeights(1, weights, dtype=dtype).fetch())
     worker.take_weights(*published.place)
 
 

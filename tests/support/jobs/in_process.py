@@ -25,7 +25,7 @@ from rolemesh.services.environment.worker import EnvironmentWorker
 from rolemesh.services.reward.worker import RewardWorker
 from rolemesh.services.rollout.worker import RolloutWorker
 from rolemesh.workers.local import LocalWorker
-from rolemesh.workers.seat import Seat
+from rolemesh.workers.worker_context import WorkerContext
 
 WORKERS: dict[str, Any] = {
     "actor": ActorWorker,
@@ -103,7 +103,7 @@ def small_job(directory: Path, model: Path, run: str, *overrides: str) -> JobCon
 @contextmanager
 def workers(job: JobConfig) -> Iterator[Roles]:
     """Make the job's roles as workers in this process."""
-    made: dict[str, LocalWorker] = {role: WORKERS[role](job, Seat.of(job, role)) for role in job.roles}
+    made: dict[str, LocalWorker] = {role: WORKERS[role](job, WorkerContext.of(job, role)) for role in job.roles}
     try:
         yield Roles.of(job, made)
     finally:

@@ -18,7 +18,7 @@ from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Metrics, Roles
 from rolemesh.services.controller.main import new_client
 from rolemesh.services.controller.run.loop import Run
-from rolemesh.weights.source import WeightSource
+from rolemesh.weights.weight_source import WeightSource
 
 ASYNC = "rollout.mode=async"
 NO_CRITIC = ("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false")

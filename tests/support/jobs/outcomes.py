@@ -8,7 +8,7 @@ from typing import Any
 from in_process import recorded
 
 from rolemesh.config import JobConfig
-from rolemesh.services.controller.run.kept_settings import IDLE
+from rolemesh.services.controller.run.resume_compat import IDLE
 
 
 def outcome(job: JobConfig) -> tuple[list[dict[str, float | None]], dict[str, bytes]]:

@@ -23,7 +23,7 @@ from pretended_gpu.operations import Operation, check_devices, count
 from pretended_gpu.record import Backward, Record, where
 from pretended_gpu.tensors import CUDA, GpuTensor, held, on_gpu
 from rolemesh.workers.local import LocalWorker
-from rolemesh.workers.seat import ComputingThread, Seat
+from rolemesh.workers.worker_context import ComputingThread, WorkerContext
 
 W = TypeVar("W", bound=LocalWorker)
 
@@ -81,12 +81,12 @@ class PretendedGpu(TorchDispatchMode):
 
     @contextmanager
     def worker(self, make: Callable[..., W], *args: Any) -> Iterator[W]:
-        """Make a worker on a thread of its own that computes on the GPU, as make(*args, seat)."""
+        """Make a worker on a thread of its own that computes on the GPU, as make(*args, worker_context)."""
         thread = ComputingThread("pretended")
         thread.submit(self._begin).result()
         made: W | None = None
         try:
-            made = thread.submit(make, *args, Seat(thread)).result()
+            made = thread.submit(make, *args, WorkerContext(thread)).result()
             yield made
         finally:
             thread.submit(self._end).result()

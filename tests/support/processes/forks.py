@@ -31,7 +31,7 @@ IMPORTED = [
         for role in ("actor", "critic", "reward", "rollout", "environment")
         for part in ("worker", "servicer")
     ),
-    *("rolemesh.rpc.calling.clients", "rolemesh.services.python_interface"),
+    *("rolemesh.rpc.calling.clients", "rolemesh.python_interface"),
 ]
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([*IMPORTED, "pytest"])

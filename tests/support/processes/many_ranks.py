@@ -39,7 +39,7 @@ def on_ranks(
         directory: shared, for files.
         args: further arguments.
         timeout_s: after this time the processes are killed.
-        machines: number of PID namespaces to which the ranks are dealt in a row, so that those of one cannot
+        machines: number of PID namespaces to which the ranks are assigned in a row, so that those of one cannot
             open the memory of another; 0: none is made.
 
     Raises:
@@ -54,8 +54,8 @@ def on_ranks(
     ]
     if machines:
         size = num_ranks // machines
-        dealt = [each[first : first + size] for first in range(0, num_ranks, size)]
-        processes = [fork_calling(_machine, ranks) for ranks in dealt]
+        sharded = [each[first : first + size] for first in range(0, num_ranks, size)]
+        processes = [fork_calling(_machine, ranks) for ranks in sharded]
     else:
         processes = [fork_calling(_main, *arguments) for arguments in each]
     for process in processes:

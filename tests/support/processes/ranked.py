@@ -22,39 +22,39 @@ from forks import fork_calling
 from namespaces import as_machine
 
 from rolemesh import errors
-from rolemesh.catalog.roles import ROLES, RoleSpec
+from rolemesh.batch_validation import BatchValidator
+from rolemesh.catalog.role_specs import ROLES, RoleSpec
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.dataproto import DataProto
-from rolemesh.ranks import leading, messages
-from rolemesh.ranks.following import follow
+from rolemesh.ranks import leader, rank_messages
+from rolemesh.ranks.follower import follow
 from rolemesh.ranks.rendezvous import Rendezvous, local_store
 from rolemesh.roles import Method, methods
 from rolemesh.rpc.calling.clients import RoleClient
 from rolemesh.services.processes.serve import serve
 from rolemesh.services.reward.servicer import RewardServicer
 from rolemesh.telemetry import context
-from rolemesh.validation import BatchValidator
 from rolemesh.weights import manifest
-from rolemesh.workers.commands import command
+from rolemesh.workers.commands import on_all_ranks
 from rolemesh.workers.local import LocalWorker, on_worker_thread
-from rolemesh.workers.seat import Seat
+from rolemesh.workers.worker_context import WorkerContext
 
 
 class DrillWorker(LocalWorker):
     """Does on every rank what a batch's uid says, and notes it in a file of the rank."""
 
-    def __init__(self, job: JobConfig, seat: Seat | None = None) -> None:
-        super().__init__("drill", seat)
+    def __init__(self, job: JobConfig, worker_context: WorkerContext | None = None) -> None:
+        super().__init__("drill", worker_context)
         self.validator = BatchValidator.of(methods(job), "drill", None)
-        self._directory, self._rank = job.run_dir, self.seat.ranks.rank
+        self._directory, self._rank = job.run_dir, self.worker_context.ranks.rank
         self.do(json.loads(os.environ.get("DRILL_LOAD", "{}")))
 
     @on_worker_thread
     def compute_scores(self, rows: DataProto) -> DataProto:
-        self.drill([rows] * self.seat.orders.size)
+        self.drill([rows] * self.worker_context.executor.size)
         return DataProto.from_dict({"acc": torch.zeros(len(rows))})
 
-    @command
+    @on_all_ranks
     def drill(self, rows: DataProto) -> DataProto:
         for cell in rows["uid"]:
             with (self._directory / f"notes-{self._rank}").open("a") as notes:
@@ -69,7 +69,7 @@ class DrillWorker(LocalWorker):
         if self._rank in what.get("blocks", []):
             os.read(os.open(self._directory / "never", os.O_RDWR), 1)
         if self._rank in what.get("meets", []):
-            self.seat.ranks.wait()
+            self.worker_context.ranks.wait()
         if self._rank in what.get("raises", []):
             error = what["error"]
             name = error.partition(":")[0]
@@ -193,7 +193,7 @@ def group(
     Args:
         directory: for their files.
         size: number of ranks.
-        keepalive_s: replaces both constants of messages.py.
+        keepalive_s: replaces both constants of rank_messages.py.
         ranks: how many of them come; None: all.
         target: what each runs, called with its directory, environment and keepalive_s; None: a drill.
         environment: more variables of every rank.
@@ -292,7 +292,7 @@ class Recorder:
 
 
 def _drill(directory: Path, environment: Mapping[str, str], keepalive_s: float) -> None:
-    leading.OTHERS_S = float(environment.get("DRILL_OTHERS_S", leading.OTHERS_S))
+    leader.OTHERS_S = float(environment.get("DRILL_OTHERS_S", leader.OTHERS_S))
     with ROLES.adding(DRILL):
         serve_rank(["drill"], drill_job(directory), directory, environment, keepalive_s)
 
@@ -310,8 +310,8 @@ def serve_rank(
     os.dup2(log, 2)
     os.environ.update(environment)
     torch.set_num_threads(1)
-    for key in [key for key in messages.KEEPALIVE if key.endswith("_ms")]:
-        messages.KEEPALIVE[key] = int(keepalive_s * 1000)
+    for key in [key for key in rank_messages.KEEPALIVE if key.endswith("_ms")]:
+        rank_messages.KEEPALIVE[key] = int(keepalive_s * 1000)
     address = directory / f"address-{environment['RANK']}.json"
     try:
         asyncio.run(serve(roles, job, "127.0.0.1:0", metrics_listen="127.0.0.1:0", address_file=address))

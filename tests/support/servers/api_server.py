@@ -19,7 +19,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from rolemesh.kubernetes import Cluster
+from rolemesh.kubernetes import KubernetesApi
 
 Slice = dict[str, Any]
 
@@ -88,8 +88,8 @@ class ApiServer:
     requests: asyncio.Queue[Request] = field(default_factory=asyncio.Queue)
 
     @property
-    def cluster(self) -> Cluster:
-        return Cluster(self.url, self.account)
+    def cluster(self) -> KubernetesApi:
+        return KubernetesApi(self.url, self.account)
 
     async def next(self) -> Request:
         async with asyncio.timeout(120):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import grpc
 
 from rolemesh.dataproto import DataProto
-from rolemesh.rpc.errors import ERROR_KEY
+from rolemesh.rpc.status_codes import ERROR_KEY
 from rolemesh.wire.codec import Encoded
 from rolemesh.wire.frame import join_frame
 from rolemesh.wire.streams import receive, send

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rolemesh.rpc.contract import WEIGHTS
 from rolemesh.rpc.serving.server import RoleServer
-from rolemesh.weights.held import HeldWeights
+from rolemesh.weights.published import PublishedWeights
 from rolemesh.weights.remote import RemoteWeights
 from rolemesh.weights.service import WeightsServicer
 from rolemesh.weights.store import WeightStore
@@ -36,7 +36,7 @@ async def server_of(servicer: WeightsServicer, listen: str = "127.0.0.1:0") -> A
         await server.drain(0)
 
 
-def stored(held: HeldWeights) -> WeightStore:
+def stored(held: PublishedWeights) -> WeightStore:
     store = WeightStore()
     store.put(held.holding)
     return store
@@ -55,12 +55,12 @@ def noise(num_bytes: int, seed: int = 1) -> Tensor:
     return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-def large(version: int = 1) -> HeldWeights:
+def large(version: int = 1) -> PublishedWeights:
     """Make weights that are slightly larger than six pieces."""
-    return HeldWeights(version, {"a": noise(10 * MIB + 5), "b": noise(14 * MIB)})
+    return PublishedWeights(version, {"a": noise(10 * MIB + 5), "b": noise(14 * MIB)})
 
 
-async def assert_same(tensors: dict[str, Tensor], held: HeldWeights) -> None:
+async def assert_same(tensors: dict[str, Tensor], held: PublishedWeights) -> None:
     expected = await held.fetch()
     assert list(tensors) == list(expected)
     for name, tensor in expected.items():
@@ -69,7 +69,7 @@ async def assert_same(tensors: dict[str, Tensor], held: HeldWeights) -> None:
 
 
 def pull(
-    sources: Sequence[str], held: HeldWeights, store: WeightStore | None = None, **arguments: Any
+    sources: Sequence[str], held: PublishedWeights, store: WeightStore | None = None, **arguments: Any
 ) -> RemoteWeights:
     return RemoteWeights(sources, held.version, held.holding.digest, store=store, **arguments)
 
@@ -87,7 +87,7 @@ def counted(counter: Any, *labels: str) -> Callable[[], int]:
 class Faulty(WeightsServicer):
     """The real service, with a hook that can change its frames. `starts` are the requested offsets."""
 
-    def __init__(self, held: HeldWeights) -> None:
+    def __init__(self, held: PublishedWeights) -> None:
         super().__init__(stored(held))
         self.starts: list[int] = []
 
@@ -105,7 +105,7 @@ class Faulty(WeightsServicer):
 class Flipping(Faulty):
     """Changes one bit of each frame at the offsets, the given number of times."""
 
-    def __init__(self, held: HeldWeights, *at: int, times: int) -> None:
+    def __init__(self, held: PublishedWeights, *at: int, times: int) -> None:
         super().__init__(held)
         self._left = dict.fromkeys(at, times)
 
@@ -119,7 +119,7 @@ class Flipping(Faulty):
 class Gated(Faulty):
     """Sends the bytes before an offset, and the rest after `open` is set."""
 
-    def __init__(self, held: HeldWeights, until: int) -> None:
+    def __init__(self, held: PublishedWeights, until: int) -> None:
         super().__init__(held)
         self.reached, self.open = asyncio.Event(), asyncio.Event()
         self._until = until

@@ -107,7 +107,9 @@ def _fractions(text: str) -> str:
 
 
 def _braced(part: str) -> str:
-    one, other, after = part[0], part[1], part[2:]
+    one = part[0]
+    other = part[1]
+    after = part[2:]
     return f"{{{one}}}{other}{after}" if other == "{" else f"{{{one}}}{{{other}}}{after}"
 
 
@@ -116,7 +118,8 @@ def _slash(text: str) -> str:
     if len(parts) != 2:
         return text
     try:
-        above, below = int(parts[0]), int(parts[1])
+        above = int(parts[0])
+        below = int(parts[1])
     except ValueError:
         return text
     return rf"\frac{{{above}}}{{{below}}}" if text == f"{above}/{below}" else text

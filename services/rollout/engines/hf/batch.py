@@ -15,10 +15,10 @@ from torch import Tensor
 
 from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
-from rolemesh.services.rollout.engines.hf.attention import Decoding, Pass, Reading, Token
-from rolemesh.services.rollout.engines.hf.group import Group
-from rolemesh.services.rollout.engines.hf.kept import KeptRow, KeptRows
-from rolemesh.services.rollout.engines.hf.slots import Call, Slots
+from rolemesh.services.rollout.engines.hf.cached_attention import AttentionPass, Decoding, Reading, Token
+from rolemesh.services.rollout.engines.hf.group import RowGroup
+from rolemesh.services.rollout.engines.hf.kv_store import KeptRow, KeptRows
+from rolemesh.services.rollout.engines.hf.slots import GenerateCall, Slots
 from rolemesh.telemetry import metrics
 from rolemesh.threads import progress
 
@@ -63,7 +63,7 @@ class _Member:
     """A row that joins, with the kept row that has its first `start` response tokens: `num_kept` in all."""
 
     slot: int
-    call: Call
+    call: GenerateCall
     kept: KeptRow | None
     start: int
     num_kept: int
@@ -76,17 +76,18 @@ class Batch:
     """
 
     def __init__(self, engine: Model) -> None:
-        self._engine, self._version = engine, engine.version
+        self._engine = engine
+        self._version = engine.version
         widths = engine.prompt_width, engine.max_tokens
         self._slots = Slots(engine.max_num_seqs, *widths, engine.pad, engine.device)
-        self.arriving: deque[Call] = deque()
-        self.leaving: deque[Call] = deque()
-        self._waiting: deque[tuple[Call, int]] = deque()
-        self._groups: list[Group] = []
+        self.arriving: deque[GenerateCall] = deque()
+        self.leaving: deque[GenerateCall] = deque()
+        self._waiting: deque[tuple[GenerateCall, int]] = deque()
+        self._groups: list[RowGroup] = []
 
     # --------------------------------------------------------------------------------- steps
 
-    def steps(self) -> list[tuple[Call, DataProto]]:
+    def steps(self) -> list[tuple[GenerateCall, DataProto]]:
         """Decode one token of every row, and more until something waits for the thread, or STEPS_S have passed.
 
         Returns:
@@ -106,7 +107,7 @@ class Batch:
 
     def _step(self) -> None:
         """Decode the next token of every row, and the first one of rows that join."""
-        ready: list[Group] = []
+        ready: list[RowGroup] = []
         if self._version != self._engine.version:
             self._version = self._engine.version
             ready += self._read_again()
@@ -115,11 +116,15 @@ class Batch:
             self._decode(going_on)
 
     @torch.inference_mode()
-    def _decode(self, groups: Sequence[Group]) -> None:
+    def _decode(self, groups: Sequence[RowGroup]) -> None:
         """Compute keys and values of the tokens that lack them, and sample in groups that then lack none."""
         passed: list[Token] = []
-        cells, positions, last, ready = [], [], [], []
-        n, room = 0, READ_TOKENS
+        cells = []
+        positions = []
+        last = []
+        ready = []
+        n = 0
+        room = READ_TOKENS
         for group in groups:
             for i, rows in group.pending():
                 if room <= 0 and i < group.t - 1:
@@ -128,7 +133,8 @@ class Batch:
                 passed.append(group.token(i, rows))
                 cells.append(group.cells(i, rows))
                 positions.append(group.positions(i, rows))
-                n, group.filled = n + rows, i + 1
+                n = n + rows
+                group.filled = i + 1
             if group.filled == group.t:
                 ready.append(group)
                 last.append((n - len(group), n))
@@ -141,7 +147,7 @@ class Batch:
         if ready:
             self._sample(ready, logits[0])
 
-    def _sample(self, groups: Sequence[Group], logits: Tensor) -> None:
+    def _sample(self, groups: Sequence[RowGroup], logits: Tensor) -> None:
         """Sample a token for each row of the groups; the logits' first rows are theirs, in order."""
         cells = _joined([group.cells(group.t) for group in groups])
         uniforms = self._slots.uniforms.take(cells)
@@ -162,7 +168,7 @@ class Batch:
                 self._end(group, [row for row in range(len(group)) if first + row in ended])
             first += len(group)
 
-    def _forward(self, ids: Tensor, positions: Tensor, reading: Pass, wanted: int | Tensor) -> Tensor:
+    def _forward(self, ids: Tensor, positions: Tensor, reading: AttentionPass, wanted: int | Tensor) -> Tensor:
         """Compute the logits [b, n, V] of the tokens [b, n], or of those that `wanted` names."""
         with self._engine.precision():
             output = self._engine.called(
@@ -182,7 +188,7 @@ class Batch:
 
     # ------------------------------------------------------------------------------- prompts
 
-    def _read(self, ids: Tensor, visible: Tensor, groups: Sequence[tuple[Group, Tensor]]) -> Tensor:
+    def _read(self, ids: Tensor, visible: Tensor, groups: Sequence[tuple[RowGroup, Tensor]]) -> Tensor:
         """Compute keys and values of whole rows from their beginning.
 
         Equal rows (responses to one prompt) are computed once, and copied to each.
@@ -195,7 +201,8 @@ class Batch:
         Returns:
             the logits [b, V] after the last token.
         """
-        (num_rows, width), device = ids.shape, ids.device
+        num_rows, width = ids.shape
+        device = ids.device
         _, which = torch.unique(torch.cat([ids, visible], 1), dim=0, return_inverse=True)
         some = torch.empty_like(which[: int(which.max()) + 1])
         some[which] = torch.arange(num_rows, device=device)
@@ -208,11 +215,12 @@ class Batch:
         return logits[:, -1][which]
 
     @torch.inference_mode()
-    def _read_prompts(self, groups: Sequence[tuple[Group, int]]) -> None:
+    def _read_prompts(self, groups: Sequence[tuple[RowGroup, int]]) -> None:
         """Compute keys and values of the prompts of each group's first rows. Sample the first token where a
         group has none."""
         index = _joined([group.index[:count] for group, count in groups])
-        end, parts = 0, []
+        end = 0
+        parts = []
         for group, count in groups:
             parts.append((group, torch.arange(end, end + count, device=index.device)))
             end += count
@@ -222,7 +230,7 @@ class Batch:
                 self._sample([group], logits[rows])
 
     @torch.inference_mode()
-    def _read_again(self) -> list[Group]:
+    def _read_again(self) -> list[RowGroup]:
         """Compute all keys and values with new weights, so that a token has the distribution of the version
         that it names, given all tokens before it. Return the groups that have sampled one."""
         ready = []
@@ -237,7 +245,8 @@ class Batch:
             visible = F.pad(self._slots.visible[group.index], (0, group.t), value=True)
             rows = torch.arange(len(group), device=ids.device)
             logits = self._read(ids, visible, [(group, rows)])
-            group.filled, group.is_canonical = group.t, False
+            group.filled = group.t
+            group.is_canonical = False
             self._sample([group], logits)
             ready.append(group)
         return ready
@@ -245,7 +254,7 @@ class Batch:
     # ------------------------------------------------------------------------- rows come and go
 
     @torch.inference_mode()
-    def _join(self) -> list[Group]:
+    def _join(self) -> list[RowGroup]:
         """Let waiting rows join, if there is room for all, or for JOIN_AT of a batch. Return the groups that
         have sampled their first token."""
         while self.arriving:
@@ -255,7 +264,7 @@ class Batch:
         room = self._slots.num_free
         if not self._waiting or room < min(len(self._waiting), JOIN_AT * self._engine.max_num_seqs):
             return []
-        joining: dict[Call, list[tuple[int, int]]] = defaultdict(list)  # rows and slots
+        joining: dict[GenerateCall, list[tuple[int, int]]] = defaultdict(list)  # rows and slots
         members: dict[tuple[int, int], list[_Member]] = defaultdict(list)
         for _ in range(min(room, len(self._waiting))):
             call, row = self._waiting.popleft()
@@ -275,7 +284,7 @@ class Batch:
             self._read_prompts(unread)
         return [group for group, _ in groups if group.t > group.begin]
 
-    def _member(self, call: Call, row: int, slot: int) -> _Member:
+    def _member(self, call: GenerateCall, row: int, slot: int) -> _Member:
         """Look for the row's keys and values among the kept ones."""
         member = _Member(slot, call, None, 0, 0)
         if begun := call.begun[row]:
@@ -286,7 +295,9 @@ class Batch:
                 member = _Member(slot, call, found[0], start, call.prompt_lengths[row] + start)
         return member
 
-    def _count(self, joining: Mapping[Call, Sequence[tuple[int, int]]], members: Iterable[_Member]) -> None:
+    def _count(
+        self, joining: Mapping[GenerateCall, Sequence[tuple[int, int]]], members: Iterable[_Member]
+    ) -> None:
         """Count the tokens before the first new one of rows that join, by where keys and values come from."""
         context = sum(
             call.prompt_lengths[row] + call.begun[row] for call, places in joining.items() for row, _ in places
@@ -295,11 +306,11 @@ class Batch:
         metrics.ROLLOUT_CONTEXT_TOKENS.labels("kept").inc(kept)
         metrics.ROLLOUT_CONTEXT_TOKENS.labels("computed").inc(context - kept)
 
-    def _group_of(self, members: list[_Member], begun: int) -> Group:
+    def _group_of(self, members: list[_Member], begun: int) -> RowGroup:
         """Make a group, with the keys and values that were kept. Rows without any come first."""
         members.sort(key=lambda each: (each.kept is not None, each.start))
         slots = [each.slot for each in members]
-        group = Group(
+        group = RowGroup(
             slots,
             [each.start for each in members],
             begun,
@@ -316,7 +327,7 @@ class Batch:
                     columns.write(row, keys[:, :, :end], values[:, :, :end])
         return group
 
-    def _end(self, group: Group, rows: Iterable[int]) -> None:
+    def _end(self, group: RowGroup, rows: Iterable[int]) -> None:
         """Note that rows of a group have ended with their last token."""
         for row in rows:
             if not group.finish(row):
@@ -352,7 +363,7 @@ class Batch:
             self._slots.release(free)
 
 
-def _by_sampling(groups: Sequence[Group]) -> Iterator[tuple[SamplingConfig, slice | Tensor]]:
+def _by_sampling(groups: Sequence[RowGroup]) -> Iterator[tuple[SamplingConfig, slice | Tensor]]:
     """Yield each kind of sampling, with the rows of the groups that have it."""
     kinds: dict[int, list[int]] = defaultdict(list)
     first = 0

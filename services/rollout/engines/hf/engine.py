@@ -17,18 +17,18 @@ from rolemesh.models.distribution import with_head
 from rolemesh.models.heads import VocabularyHead
 from rolemesh.models.loading import load_causal_lm, named_weights, resolve_dtype, vocabulary_of
 from rolemesh.models.supported import check_positions
-from rolemesh.services.rollout.engines.ending import end_tokens
+from rolemesh.services.rollout.engines.eos import end_tokens
 from rolemesh.services.rollout.engines.fitting import check_fit
 from rolemesh.services.rollout.engines.hf.batch import Batch
-from rolemesh.services.rollout.engines.hf.kept import KeptRows
-from rolemesh.services.rollout.engines.hf.neutral import neutral_rows
-from rolemesh.services.rollout.engines.hf.probe import group_attention
-from rolemesh.services.rollout.engines.hf.slots import Call
+from rolemesh.services.rollout.engines.hf.batch_invariance import batch_invariant_rows
+from rolemesh.services.rollout.engines.hf.engine_probe import group_attention
+from rolemesh.services.rollout.engines.hf.kv_store import KeptRows
+from rolemesh.services.rollout.engines.hf.slots import GenerateCall
 from rolemesh.services.rollout.engines.sampling import sample
 from rolemesh.weights.staging import load
 from rolemesh.workers.devices import resolve_device
 from rolemesh.workers.local import LocalWorker
-from rolemesh.workers.parking import Parking, model_tensors
+from rolemesh.workers.offloading import Offloader, model_tensors
 
 PROBED_ROWS = 256
 
@@ -43,7 +43,8 @@ class HfEngine:
         self._worker = worker
         self.ignore_eos = job.rollout.ignore_eos
         self.max_num_seqs = job.rollout.rows
-        self.prompt_width, self.max_tokens = job.data.max_prompt_length, job.data.max_response_length
+        self.prompt_width = job.data.max_prompt_length
+        self.max_tokens = job.data.max_response_length
         self.device = resolve_device(job.trainer.device)
         dtype = resolve_dtype(job.rollout.dtype, "rollout.dtype", self.device)
         self.dtype: torch.dtype = getattr(torch, dtype)
@@ -59,16 +60,16 @@ class HfEngine:
         ends, self.pad = end_tokens(job)
         self.ends = torch.tensor(ends, device=self.device)
         with self.precision():
-            self.min_rows = neutral_rows(self.called, max(PROBED_ROWS, self.max_num_seqs))
+            self.min_rows = batch_invariant_rows(self.called, max(PROBED_ROWS, self.max_num_seqs))
         self._frees_memory = job.rollout.free_cache_engine
-        self._parking = Parking(self._own_tensors, self.device, job.run_dir)
+        self._offloader = Offloader(self._own_tensors, self.device, job.run_dir)
         # Only shapes and dtypes: the weights themselves are moved away while the engine sleeps.
         self.weights = {name: own.to("meta") for name, own in named_weights(self.model).items()}
         self._version = 0
         self._adopted: set[int] = set()  # addresses of the weights' memory that others share
-        # Room for as many rows of full length as are decoded together.
+        # Holds as many rows of full length as are decoded together.
         self.kept = KeptRows(self.max_num_seqs * self._row_bytes())
-        self._calls: list[Call] = []
+        self._calls: list[GenerateCall] = []
         self._batch: Batch | None = None  # None if there is no call
         self._decoding: asyncio.Task[None] | None = None
 
@@ -82,7 +83,7 @@ class HfEngine:
 
     @property
     def is_waited_for(self) -> bool:
-        return self._worker.seat.thread.is_waited_for
+        return self._worker.worker_context.thread.is_waited_for
 
     def precision(self) -> torch.autocast:
         """The context of matrix products."""
@@ -95,7 +96,7 @@ class HfEngine:
         return sample(logits, uniforms, sampling)
 
     async def generate(self, prompts: DataProto, sampling: SamplingConfig) -> AsyncGenerator[DataProto, None]:
-        call = Call(prompts, sampling)
+        call = GenerateCall(prompts, sampling)
         self._begin(call)
         try:
             while (rows := await call.finished.get()) is not None:
@@ -105,14 +106,15 @@ class HfEngine:
         finally:
             await self._end(call)
 
-    def _begin(self, call: Call) -> None:
+    def _begin(self, call: GenerateCall) -> None:
         if self._batch is None:
-            self._batch, self._calls = Batch(self), []
+            self._batch = Batch(self)
+            self._calls = []
             self._decoding = asyncio.create_task(self._decode(self._batch, self._calls))
         self._calls.append(call)
         self._batch.arriving.append(call)
 
-    async def _end(self, call: Call) -> None:
+    async def _end(self, call: GenerateCall) -> None:
         """End a call. Its rows leave the batch before the next step; without a call there is no batch."""
         if call in self._calls:
             self._calls.remove(call)
@@ -123,7 +125,7 @@ class HfEngine:
             self._batch = None  # a call that begins now has another one
             await asyncio.wait([self._decoding])
 
-    async def _decode(self, batch: Batch, calls: list[Call]) -> None:
+    async def _decode(self, batch: Batch, calls: list[GenerateCall]) -> None:
         """Decode as long as there are calls, several steps at a time, and pass finished rows to the calls.
 
         A new version of the weights is loaded between two of these jobs.
@@ -142,7 +144,8 @@ class HfEngine:
         except BaseException as failure:
             error = failure
         if self._batch is batch:
-            self._batch, self._calls = None, []
+            self._batch = None
+            self._calls = []
         for call in calls:
             call.finished.put_nowait(error)
 
@@ -166,13 +169,13 @@ class HfEngine:
         self._version = version
         self.kept.clear()
 
-    # Only weights are parked: keys and values are dropped.
+    # Only weights are offloaded: keys and values are dropped.
 
     def _own_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors whose memory only this engine has.
 
-        Adopted weights are not parked: this would release no memory, because others hold it too, and unparking
-        would make a copy.
+        Adopted weights are not offloaded: this would release no memory, because others hold it too, and
+        reloading would make a copy.
         """
         for tensor in model_tensors(self.model):
             if tensor.untyped_storage().data_ptr() not in self._adopted:
@@ -183,14 +186,14 @@ class HfEngine:
             return 0
         if self._decoding is not None and not self._calls:  # the last call has just ended
             await asyncio.wait([self._decoding])
-        return await self._worker.run(self._park)
+        return await self._worker.run(self._offload)
 
-    def _park(self) -> int:
+    def _offload(self) -> int:
         self.kept.clear()
-        return self._parking.park()
+        return self._offloader.offload()
 
     async def wake(self) -> int:
-        return await self._worker.run(self._parking.unpark)
+        return await self._worker.run(self._offloader.reload)
 
     async def watch(self) -> None:
         await asyncio.get_running_loop().create_future()  # the engine lives as long as its process

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from rolemesh.config.rollout import SamplingConfig
-from rolemesh.services.rollout.engines.hf.attention import Columns, Token
+from rolemesh.services.rollout.engines.hf.cached_attention import Columns, Token
 
 # Compaction copies keys and values, so it waits until a quarter of the rows have ended. With responses of
 # uneven length this takes half the time of no compaction. A tenth or a half of the rows saves less.
 COMPACT_AT = 0.75
 
 
-class Group:
+class RowGroup:
     """b rows that have equally many response tokens. Finished rows stay until the next compaction.
 
     Args:
@@ -48,9 +48,14 @@ class Group:
         sampling: SamplingConfig,
         dtype: torch.dtype,
     ) -> None:
-        device, (rows, width) = visible.device, visible.shape
-        self.slots, self.starts, self.t, self.sampling = slots, starts, t, sampling
-        self.begin, self.filled = t, starts[0]
+        device = visible.device
+        rows, width = visible.shape
+        self.slots = slots
+        self.starts = starts
+        self.t = t
+        self.sampling = sampling
+        self.begin = t
+        self.filled = starts[0]
         self.versions: list[int] = []
         self.is_canonical = True
         self.index = torch.tensor(slots, device=device)
@@ -58,7 +63,9 @@ class Group:
         self._positions = visible.sum(1)
         self._mask = torch.zeros(rows, 1, 1, width + num_tokens, dtype=dtype, device=device)
         self._mask[:, 0, 0, :width].masked_fill_(~visible, -torch.inf)
-        self._width, self._num_tokens, self._num_layers = width, num_tokens, num_layers
+        self._width = width
+        self._num_tokens = num_tokens
+        self._num_layers = num_layers
         self.columns = self._empty_columns()
         self._is_done = [False] * rows
         self.num_unfinished = rows

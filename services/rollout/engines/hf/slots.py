@@ -15,13 +15,13 @@ from torch import Tensor
 from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import RoleFailed
-from rolemesh.services.rollout.engines.hf.group import Group
-from rolemesh.services.rollout.engines.rows import num_begun
+from rolemesh.services.rollout.engines.hf.group import RowGroup
 from rolemesh.services.rollout.engines.sampling import draw_uniforms
+from rolemesh.services.rollout.engines.token_rows import num_begun
 
 
 @dataclass(eq=False)
-class Call:
+class GenerateCall:
     """A call of generate.
 
     Attributes:
@@ -48,7 +48,8 @@ class Call:
 
     def prompt_bytes(self, row: int) -> bytes:
         """Return the bytes of a padded prompt, which identify it."""
-        ids, mask = self.prompts["prompts"][row], self.prompts["prompt_mask"][row]
+        ids = self.prompts["prompts"][row]
+        mask = self.prompts["prompt_mask"][row]
         return bytes(ids.numpy().tobytes() + mask.numpy().tobytes())
 
 
@@ -58,7 +59,7 @@ class _Ended:
 
     slot: int
     length: int
-    group: Group
+    group: RowGroup
 
 
 class Slots:
@@ -72,31 +73,34 @@ class Slots:
     """
 
     def __init__(self, number: int, prompt_width: int, num_tokens: int, pad: int, device: torch.device) -> None:
-        self.number, self._num_tokens, self._pad = number, num_tokens, pad
+        self.number = number
+        self._num_tokens = num_tokens
+        self._pad = pad
         self.prompts = torch.empty(number, prompt_width, dtype=torch.int64, device=device)
         self.visible = torch.empty(number, prompt_width, dtype=torch.bool, device=device)
         self.responses = torch.zeros(number, num_tokens, dtype=torch.int64, device=device)
         self.uniforms = torch.empty(number, num_tokens, dtype=torch.float64, device=device)
         self.log_probs = torch.empty(number, num_tokens, device=device)
         self.kept_ids = torch.empty(number, num_tokens, 0, dtype=torch.int32, device=device)
-        self.owners: dict[int, tuple[Call, int]] = {}
+        self.owners: dict[int, tuple[GenerateCall, int]] = {}
         self._free = list(range(number))[::-1]
         self._ended: list[_Ended] = []
-        self._answers: list[tuple[Call, DataProto]] = []
+        self._answers: list[tuple[GenerateCall, DataProto]] = []
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self, call: Call, row: int) -> int:
+    def take(self, call: GenerateCall, row: int) -> int:
         """Give a free slot to a row."""
         slot = self._free.pop()
         self.owners[slot] = call, row
         return slot
 
-    def fill(self, call: Call, rows: Sequence[int], slots: Sequence[int]) -> None:
+    def fill(self, call: GenerateCall, rows: Sequence[int], slots: Sequence[int]) -> None:
         """Copy rows of a call to their slots."""
-        device, which = self.prompts.device, list(rows)
+        device = self.prompts.device
+        which = list(rows)
         index = torch.tensor(slots, device=device)
         self.prompts[index] = call.prompts["prompts"][which].to(device)
         self.visible[index] = call.prompts["prompt_mask"][which].to(device=device, dtype=torch.bool)
@@ -119,7 +123,7 @@ class Slots:
                 self.kept_ids = kept_ids.new_empty(*self.responses.shape, num_kept)
             self.kept_ids.flatten(0, 1)[cells] = kept_ids
 
-    def end(self, slot: int, length: int, group: Group) -> None:
+    def end(self, slot: int, length: int, group: RowGroup) -> None:
         """Note that a slot's row has ended with `length` tokens."""
         self._ended.append(_Ended(slot, length, group))
 
@@ -130,14 +134,15 @@ class Slots:
             del self.owners[slot]
             self._free.append(slot)
 
-    def answers(self) -> list[tuple[Call, DataProto]]:
+    def answers(self) -> list[tuple[GenerateCall, DataProto]]:
         """Return the answers of the rows that have ended since the last time, with their calls."""
         self._make_answers()
-        answers, self._answers = self._answers, []
+        answers = self._answers
+        self._answers = []
         return answers
 
     def _make_answers(self) -> None:
-        together: dict[tuple[Call, Group], list[_Ended]] = defaultdict(list)
+        together: dict[tuple[GenerateCall, RowGroup], list[_Ended]] = defaultdict(list)
         for ended in self._ended:
             call, _ = self.owners[ended.slot]
             if not call.is_left:
@@ -146,8 +151,9 @@ class Slots:
         for (call, group), rows in together.items():
             self._answers.append((call, self._answer(call, group, rows)))
 
-    def _answer(self, call: Call, group: Group, rows: Sequence[_Ended]) -> DataProto:
-        device, tokens = self.responses.device, self._num_tokens
+    def _answer(self, call: GenerateCall, group: RowGroup, rows: Sequence[_Ended]) -> DataProto:
+        device = self.responses.device
+        tokens = self._num_tokens
         slots = torch.tensor([ended.slot for ended in rows], device=device)
         lengths = torch.tensor([ended.length for ended in rows], device=device)
         t = torch.arange(tokens, device=device)

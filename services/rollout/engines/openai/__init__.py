@@ -1,6 +1,6 @@
 """Engine `openai`: generates on external servers of vLLM or SGLang, which the user runs.
 
-servers.py has the HTTP calls. engine.py spreads rows over the servers and keeps them on one version of the
+http_servers.py has the HTTP calls. engine.py spreads rows over the servers and keeps them on one version of the
 weights. folder.py writes the directory from which servers load weights. docs/openai-engine.md says how to start
 a server.
 

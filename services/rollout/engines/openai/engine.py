@@ -23,18 +23,23 @@ from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RoleUnavailable
 from rolemesh.models.loading import load_tokenizer, named_weights, vocabulary_of
-from rolemesh.services.rollout.engines.ending import end_tokens
+from rolemesh.services.rollout.engines.eos import end_tokens
 from rolemesh.services.rollout.engines.fitting import check_fit, check_kept, load_served_outline
 from rolemesh.services.rollout.engines.openai.folder import WeightsFolder
-from rolemesh.services.rollout.engines.openai.servers import (
+from rolemesh.services.rollout.engines.openai.http_servers import (
     KINDS,
     Completion,
+    InferenceServer,
     Request,
-    Server,
     ServerLost,
     understood,
 )
-from rolemesh.services.rollout.engines.rows import RowToGenerate, blank_answer, rows_to_generate, seed_from
+from rolemesh.services.rollout.engines.token_rows import (
+    RowToGenerate,
+    blank_answer,
+    rows_to_generate,
+    seed_from,
+)
 from rolemesh.tasks import as_they_end
 from rolemesh.workers.local import LocalWorker
 
@@ -69,7 +74,8 @@ class OpenAIEngine:
         settings = job.rollout.openai
         key = _key_in(settings.api_key_env) if settings.api_key_env else ""
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._job, self._ssl = job, ssl.create_default_context()
+        self._job = job
+        self._ssl = ssl.create_default_context()
         self._num_tokens = job.data.max_response_length
         outline = load_served_outline(job.actor.model)
         self.weights = named_weights(outline)
@@ -109,7 +115,7 @@ class OpenAIEngine:
         async with self._client() as client:
             await asyncio.gather(*(self._admit(client, server, tokenizer) for server in self._servers))
 
-    async def _admit(self, client: httpx.AsyncClient, server: Server, tokenizer: Any) -> None:
+    async def _admit(self, client: httpx.AsyncClient, server: InferenceServer, tokenizer: Any) -> None:
         """Check a server against the job, load version 0 to test weight updates, and ask for one token."""
         try:
             with understood():
@@ -143,7 +149,7 @@ class OpenAIEngine:
         A failed request is repeated, on any server. A server that fails the row twice is left out, because a
         connection may break once.
         """
-        doubted = set[Server]()
+        doubted = set[InferenceServer]()
         while True:
             async with self._server_with_room() as server:
                 try:
@@ -155,14 +161,15 @@ class OpenAIEngine:
                     doubted.add(server)
 
     async def _complete(
-        self, client: httpx.AsyncClient, server: Server, made: _Row, sampling: SamplingConfig
+        self, client: httpx.AsyncClient, server: InferenceServer, made: _Row, sampling: SamplingConfig
     ) -> _Row:
         """Ask a server for the rest of a row. A row that it aborts continues there."""
         asked = made.asked
         wanted = self._num_tokens - asked.begun
         while True:
             n = len(made.tokens)
-            tokens, seed = asked.tokens + made.tokens, seed_from(asked.seed, n)
+            tokens = asked.tokens + made.tokens
+            seed = seed_from(asked.seed, n)
             request = self._request(tokens, seed, wanted - n, sampling)
             part, version = await self._ask(client, server, request)
             made.add(part, version)
@@ -174,7 +181,7 @@ class OpenAIEngine:
         return Request(tokens, seed, num_tokens, sampling, self._ends, ignore_eos, self.vocabulary)
 
     @asynccontextmanager
-    async def _server_with_room(self) -> AsyncIterator[Server]:
+    async def _server_with_room(self) -> AsyncIterator[InferenceServer]:
         """Assign a row within the context to the usable server with the fewest rows, once that has room."""
         async with self._room:
             try:
@@ -196,13 +203,15 @@ class OpenAIEngine:
         async with self._room:
             self._room.notify_all()
 
-    def _emptiest(self) -> Server:
+    def _emptiest(self) -> InferenceServer:
         usable = [server for server in self._servers if server.lost is None]
         if not usable:
             raise RoleUnavailable("rollout: no server is left: " + self._reasons())
         return min(usable, key=lambda server: server.num_rows)
 
-    async def _ask(self, client: httpx.AsyncClient, server: Server, request: Request) -> tuple[Completion, int]:
+    async def _ask(
+        self, client: httpx.AsyncClient, server: InferenceServer, request: Request
+    ) -> tuple[Completion, int]:
         """Return a completion, and the one version of the weights that made all of it."""
         async with server.lock:
             if server.lost is not None:
@@ -229,7 +238,7 @@ class OpenAIEngine:
             server.holds = None  # this engine did not abort it
         return part, version
 
-    def _leave_out(self, server: Server, error: ServerLost) -> None:
+    def _leave_out(self, server: InferenceServer, error: ServerLost) -> None:
         server.holds = None
         if server.lost is None:
             server.lost = str(error)
@@ -259,7 +268,9 @@ class OpenAIEngine:
         check_fit(version, tensors, self.weights)
         async with self._loading, self._client() as client:
             directory = await asyncio.to_thread(self._folder.write, version, tensors)
-            before, self._version, self._directory = self._directory, version, directory
+            before = self._directory
+            self._version = version
+            self._directory = directory
             # From here on a server gets no row before it has the version.
             await asyncio.gather(*(self._give(client, server) for server in self._servers))
             await self._look_again()
@@ -268,7 +279,7 @@ class OpenAIEngine:
         if all(server.lost is not None for server in self._servers):
             raise RoleUnavailable(f"rollout: no server took version {version}: " + self._reasons())
 
-    async def _give(self, client: httpx.AsyncClient, server: Server) -> None:
+    async def _give(self, client: httpx.AsyncClient, server: InferenceServer) -> None:
         async with server.lock:
             server.lost = None
             try:
@@ -276,7 +287,7 @@ class OpenAIEngine:
             except ServerLost as error:
                 self._leave_out(server, error)
 
-    async def _make_sure(self, client: httpx.AsyncClient, server: Server) -> None:
+    async def _make_sure(self, client: httpx.AsyncClient, server: InferenceServer) -> None:
         """Check a server's weights; install the version in use if it was restarted. Its lock is held."""
         label = await server.label(client)
         if label == self._label:
@@ -286,14 +297,15 @@ class OpenAIEngine:
             raise ServerLost(f"it has the weights {label} of another rollout; a server serves only one")
         await self._install(client, server)
 
-    async def _install(self, client: httpx.AsyncClient, server: Server) -> None:
+    async def _install(self, client: httpx.AsyncClient, server: InferenceServer) -> None:
         """Load the version in use on a server. Its lock is held."""
         server.holds = None
         while server.num_asked:
             await server.break_off(client)
             with suppress(TimeoutError):
                 await asyncio.wait_for(server.quiet.wait(), BREAK_OFF_AGAIN_S)
-        version, label = self._version, self._label
+        version = self._version
+        label = self._label
         await server.take_weights(client, str(self._directory or server.root), label)
         if (found := await server.label(client)) != label:
             raise ServerLost(f"it was given the weights {label}, but reports {found}")

@@ -1,6 +1,6 @@
 """Engine `vllm`: AsyncLLM with continuous batching, on CUDA and on a CPU.
 
-engine.py is the engine. arguments.py maps each key of the job file. extension.py runs in vLLM's worker
+engine.py is the engine. engine_args.py maps each key of the job file. extension.py runs in vLLM's worker
 processes, and maps the memory of a version there. owner.py ends these processes with this one.
 
 Rows: the tokens of a row depend on its prompt, its seed, the weights and the sampling parameters. Its last bits

@@ -17,10 +17,10 @@ from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RoleFailed, RoleUnavailable, Unsupported
 from rolemesh.models.loading import model_directory, named_weights, resolve_dtype, vocabulary_of
-from rolemesh.services.rollout.engines.ending import end_tokens
+from rolemesh.services.rollout.engines.eos import end_tokens
 from rolemesh.services.rollout.engines.fitting import check_fit, load_served_outline
-from rolemesh.services.rollout.engines.rows import RowToGenerate, blank_answer, rows_to_generate
-from rolemesh.services.rollout.engines.vllm.arguments import (
+from rolemesh.services.rollout.engines.token_rows import RowToGenerate, blank_answer, rows_to_generate
+from rolemesh.services.rollout.engines.vllm.engine_args import (
     engine_arguments,
     names_versions,
     prepare_environment,
@@ -29,8 +29,8 @@ from rolemesh.services.rollout.engines.vllm.arguments import (
 )
 from rolemesh.services.rollout.engines.vllm.reload import check_reload
 from rolemesh.tasks import as_they_end
-from rolemesh.weights.held import HeldWeights
 from rolemesh.weights.manifest import lay_out
+from rolemesh.weights.published import PublishedWeights
 from rolemesh.weights.region import WeightRegion
 from rolemesh.weights.tensors import RegionTensors
 from rolemesh.workers.devices import resolve_device
@@ -123,7 +123,8 @@ class VllmEngine:
         own = {"seed": row.seed, "max_tokens": self._job.data.max_response_length - row.begun}
         params = SamplingParams(**arguments, **own, output_kind=RequestOutputKind.FINAL_ONLY)
         async with self._gate.passed():
-            llm, version = self._living(), self._version
+            llm = self._living()
+            version = self._version
             with _in_our_words():
                 prompt: TokensInput = {"type": "token", "prompt_token_ids": row.tokens}
                 requests = llm.generate(prompt, params, str(next(self._numbers)))
@@ -138,10 +139,11 @@ class VllmEngine:
         columns = blank_answer(rows, self._job.data.max_response_length, pad=self._pad, num_kept=num_kept)
         for i, (row, completion, version) in enumerate(done):
             tokens = torch.tensor(completion.token_ids)
-            n, first = len(tokens), row.begun
-            here = slice(first, first + n)
+            num_tokens = len(tokens)
+            first = row.begun
+            here = slice(first, first + num_tokens)
             flat: FlatLogprobs = completion.logprobs
-            log_probs = torch.tensor(flat.logprobs).view(n, num_kept + 1)
+            log_probs = torch.tensor(flat.logprobs).view(num_tokens, num_kept + 1)
             columns["responses"][i, here] = tokens
             columns["response_mask"][i, here] = True
             columns["rollout_log_probs"][i, here] = log_probs[:, 0]  # the sampled token's, then the likeliest
@@ -150,7 +152,7 @@ class VllmEngine:
                 if span.version.isdecimal():  # before the first swap vLLM uses a name of its own
                     columns["weight_versions"][i, first + span.start : first + span.end] = int(span.version)
             if num_kept:
-                likeliest = torch.tensor(flat.token_ids).view(n, num_kept + 1)[:, 1:]
+                likeliest = torch.tensor(flat.token_ids).view(num_tokens, num_kept + 1)[:, 1:]
                 columns["kept_ids"][i, here] = _kept(tokens, likeliest, log_probs[:, 1:])
         return DataProto(columns)
 
@@ -166,12 +168,14 @@ class VllmEngine:
             if self._asleep:
                 raise Unsupported("rollout: the engine sleeps, and takes no weights before it wakes")
             held = tensors if isinstance(tensors, RegionTensors) else await _copy(version, tensors)
-            place, may_drop = held.place, await self._may_drop_weights()
+            place = held.place
+            may_drop = await self._may_drop_weights()
             async with self._bare() if self._is_bare else self._paused():
                 await self._on_all_ranks("take_weights", *place)
                 if self._names_versions:
                     await self._answer(self._living().update_weight_version(str(version)))
-                self._version, self._held = version, held if may_drop else None
+                self._version = version
+                self._held = held if may_drop else None
 
     async def read_weights(self) -> dict[str, Tensor]:
         """Read back the weights in use, in rollout.dtype, under the names of `named_weights`.
@@ -216,7 +220,8 @@ class VllmEngine:
             if self._asleep:
                 return 0
             if self._is_bare:  # still paused, and without weights: no row has come since it woke
-                self._asleep, self._is_bare = True, False
+                self._asleep = True
+                self._is_bare = False
                 return 0
             with self._whole_or_ended():
                 await self._answer(self._living().pause_generation(mode="keep", clear_cache=True))
@@ -241,7 +246,8 @@ class VllmEngine:
         async with self._changing:
             if not self._asleep:
                 return 0
-            moved, self._is_bare = 0, self._held is not None
+            moved = 0
+            self._is_bare = self._held is not None
             if not self._is_bare:
                 with self._whole_or_ended():
                     moved = await self._move("restore_memory", "wake_up")
@@ -360,7 +366,7 @@ class _Gate:
 
 async def _copy(version: int, tensors: Mapping[str, Tensor]) -> RegionTensors:
     """Copy tensors of no region into one, which vLLM's processes can map."""
-    copy = await asyncio.to_thread(HeldWeights, version, tensors)
+    copy = await asyncio.to_thread(PublishedWeights, version, tensors)
     return await copy.fetch()
 
 

@@ -1,0 +1,1 @@
+"""Checks of a job against the memory of its devices and containers, before anything starts."""

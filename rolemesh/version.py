@@ -1,0 +1,3 @@
+"""The version of Rolemesh. pyproject.toml and the Makefile read it here."""
+
+__version__ = "0.1.0"
