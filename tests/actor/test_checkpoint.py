@@ -6,19 +6,17 @@ import asyncio
 import gc
 import json
 import os
-import resource
 import shutil
-import signal
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from actors import WITHOUT_CHECKPOINTING
+from full_disk import files_of_at_most
 from saving import saved
 from sequences import sequence_batch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -267,19 +265,6 @@ async def test_nothing_in_a_checkpoint_is_a_pickle(tiny_model: Path, tmp_path: P
     assert {Path(name).suffix for name in os.listdir(tmp_path)} <= {".safetensors", ".json", ".jinja"}
 
 
-@contextmanager
-def largest_file(num_bytes: int) -> Iterator[None]:
-    """The kernel refuses to let a file grow further, as it does when the disk is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, ignored)
-
-
 @pytest.mark.parametrize("role", [ActorWorker, CriticWorker])
 @pytest.mark.parametrize("room", [0, 50_000])
 async def test_no_room_on_the_disk_is_a_clear_error(
@@ -297,7 +282,7 @@ async def test_no_room_on_the_disk_is_a_clear_error(
     worker = role(training_job(tiny_model, tmp_path))
     await worker.update(sequence_batch(16))
     with (
-        largest_file(room),
+        files_of_at_most(room),
         pytest.raises(CheckpointFailed, match=r"could not be written.*bytes free") as error,
     ):
         await saved(worker, tmp_path / "saved")

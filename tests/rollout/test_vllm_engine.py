@@ -6,7 +6,6 @@ import asyncio
 import mmap
 import os
 import re
-import resource
 import tempfile
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
+from full_disk import files_of_at_most
 from prometheus_client import REGISTRY, generate_latest
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -222,14 +222,10 @@ async def test_after_each_of_ten_updates_it_is_the_actors_model(engine: Any, mod
 @contextmanager
 def no_file_of(num_bytes: int) -> Iterator[None]:
     """This process can make no file of so many bytes, an anonymous one included."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes - 1, before[1]))
-    try:
+    with files_of_at_most(num_bytes - 1):
         with pytest.raises(OSError, match="File too large"), tempfile.TemporaryFile() as file:
             file.truncate(num_bytes)
         yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @installed

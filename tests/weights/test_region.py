@@ -2,12 +2,12 @@
 
 import gc
 import os
-import resource
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from full_disk import files_of_at_most
 
 from rolemesh.errors import WeightsUnavailable
 from rolemesh.v1.weights_pb2 import SharedRegion
@@ -134,12 +134,8 @@ def test_no_two_regions_have_the_same_name():
 
 @shares
 def test_memory_too_large_for_a_shared_file_is_private():
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, before[1]))
-    try:
+    with files_of_at_most(MIB):
         held = PublishedWeights(1, {"a": torch.arange(MIB)})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     region = held.holding.region
     assert (region.shared, region.is_sealed) == (None, False)
     assert held.holding.verified_until(region.num_bytes) == region.num_bytes

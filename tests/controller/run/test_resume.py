@@ -6,11 +6,8 @@ import asyncio
 import errno
 import json
 import os
-import resource
 import shutil
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from forks import FORKS
+from full_disk import files_of_at_most
 from in_process import REWARD, recorded, small_job, train, workers
 from interrupted import NOISY, assert_same_end, contents, steps, train_and_stop_in
 from ranked import exit_codes
@@ -224,17 +222,6 @@ async def test_resume_path_must_be_a_checkpoint(tiny_model: Path, tmp_path: Path
     )  # fmt: skip
     with pytest.raises(InvalidConfig, match="nowhere is not a checkpoint"):
         await train(job)
-
-
-@contextmanager
-def files_of_at_most(num_bytes: int) -> Iterator[None]:
-    """The kernel refuses to let this process write longer files, as it would on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 async def test_a_checkpoint_that_does_not_fit_leaves_the_last_good_one(

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import resource
+import sys
 import weakref
 from typing import Any
 
@@ -23,7 +24,11 @@ class AskedExtension(RolloutExtension):
         return os.getpid()
 
     def limit_files(self, num_bytes: int) -> None:
-        """Let no file of this process grow beyond num_bytes, as if the disk were full."""
+        """Let no file of this process grow beyond num_bytes, as if the disk were full.
+
+        Python writes no bytecode from then on: a cache file cut at the limit would break later imports.
+        """
+        sys.dont_write_bytecode = True
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
 
