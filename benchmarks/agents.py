@@ -35,7 +35,7 @@ from rolemesh.models.loading import load_tokenizer
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.services.command_line.arithmetic import write_arithmetic
 from rolemesh.services.controller.conversations.conversation_rollout import ConversationRollout
-from rolemesh.services.controller.main import new_client, until_ready
+from rolemesh.services.controller.role_clients import new_client, until_ready
 from rolemesh.services.controller.stages.experience import fan_out
 from rolemesh.services.processes.role_processes import role_processes
 

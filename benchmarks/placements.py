@@ -31,7 +31,7 @@ from rolemesh.config import load_job
 from rolemesh.config.placement import strategies
 from rolemesh.roles import Metrics, Roles
 from rolemesh.services.command_line.demo import prepare_demo
-from rolemesh.services.controller.main import new_client, until_ready
+from rolemesh.services.controller.role_clients import new_client, until_ready
 from rolemesh.services.processes.role_processes import RoleProcesses, role_processes
 from rolemesh.wire.allocator import tune
 from rolemesh.workers.offloading import Offloader

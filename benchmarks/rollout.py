@@ -31,9 +31,9 @@ from rich.table import Table
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
+from rolemesh.methods import methods
 from rolemesh.models.loading import load_outline
 from rolemesh.models.tiny import make_tiny_model
-from rolemesh.roles import methods
 from rolemesh.rpc.calling.clients import RolloutClient
 from rolemesh.services.processes.environments import role_environment
 from rolemesh.services.rollout.engines.eos import end_tokens

@@ -27,9 +27,9 @@ from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Metrics, Roles
 from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
 from rolemesh.services.command_line.demo import prepare_demo
-from rolemesh.services.controller.main import new_client, until_ready
 from rolemesh.services.controller.pages.choice import page_of
 from rolemesh.services.controller.pages.step import Step
+from rolemesh.services.controller.role_clients import new_client, until_ready
 from rolemesh.services.critic.worker import CriticWorker
 from rolemesh.services.processes.role_processes import role_processes
 from rolemesh.services.reward.worker import RewardWorker

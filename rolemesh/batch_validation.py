@@ -1,4 +1,4 @@
-"""Checks batches from outside against their declaration (rolemesh/roles.py).
+"""Checks batches from outside against their declaration (rolemesh/methods.py).
 
 A request is checked before the method sees it, an answer before the caller does. So both can rely on the
 declaration: every column has its dtype and shape, token ids are in the model's vocabulary, masks are 0 or 1. On
@@ -25,7 +25,7 @@ from torch import Tensor
 from rolemesh.columns import COLUMNS, OTHER, Column
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, RoleFailed
-from rolemesh.roles import Method
+from rolemesh.methods import Method
 
 # The meaning of each axis, for errors.
 AXES = {
@@ -56,7 +56,7 @@ class BatchValidator:
         """Make the validator of a role.
 
         Args:
-            methods: rolemesh.roles.methods(job).
+            methods: rolemesh.methods.methods(job).
             role: the role.
             vocabulary: number of token ids of the role's model; None: unknown.
         """

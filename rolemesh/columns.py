@@ -1,4 +1,4 @@
-"""The columns of batches. rolemesh/roles.py says which method reads and writes which.
+"""The columns of batches. rolemesh/methods.py says which method reads and writes which.
 
 Axes: B rows, P prompt tokens (left-padded), T response tokens (right-padded), S = P + T, K tokens that could be
 drawn, C parts of the reward, V the vocabulary. P and T are data.max_prompt_length and data.max_response_length

@@ -50,7 +50,7 @@ WRONG_INPUT = (InvalidConfig, InvalidData, ModelNotFound)
 
 # Errors of the system that are about the input: a name, a kind of file, a permission, an empty file. Others may
 # pass, such as EIO and ESTALE of NFS, or EMFILE.
-_OF_INPUT = {
+_INPUT_ERRNOS = {
     errno.ENOENT,
     errno.EEXIST,
     errno.ENOTDIR,
@@ -76,7 +76,7 @@ def unreadable(wrong: type[RolemeshError], error: BaseException, message: str) -
         An OSError if an I/O error is behind it, and else one of class `wrong`.
     """
     numbers = {_number(each) for each in chain(error)} - {None}
-    return OSError(message) if numbers - _OF_INPUT else wrong(message)
+    return OSError(message) if numbers - _INPUT_ERRNOS else wrong(message)
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:

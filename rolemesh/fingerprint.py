@@ -1,8 +1,8 @@
 """What decides how a role answers: the keys of the job that it reads, the files that they name, its version.
 
 A replica reports the fingerprint of the job that it was started with. A controller gives work only to replicas
-with the fingerprint of its own job (docs/wire.md#fingerprints). RoleSpec.reads and RoleSpec.reads_files
-declare which keys count for which role.
+with the fingerprint of its own job (docs/wire.md#fingerprints). Each key declares which roles read it
+(rolemesh/config/key_facts.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from rolemesh.catalog.plugin_imports import NAMED, installed_plugins, used_plugins
 from rolemesh.catalog.role_specs import ROLES, RoleSpec
 from rolemesh.config import JobConfig
-from rolemesh.config.base import leaves
+from rolemesh.config.job_sections import KEY_FACTS
 from rolemesh.config.yaml_file import in_json
 from rolemesh.errors import InvalidBatch
 from rolemesh.version import __version__
@@ -98,7 +98,8 @@ def fingerprint(job: JobConfig, role: str) -> Fingerprint:
     spec = ROLES[role]
     values = dict(_values(job, spec))
     digests = {key: _digest(value) for key, value in values.items()}
-    digests |= {key: content_digest(values[key]) for key in spec.reads_files if values[key] is not None}
+    files = [key for key in values if KEY_FACTS[key].content and values[key] is not None]
+    digests |= {key: content_digest(values[key]) for key in files}
     return Fingerprint(__version__, digests | {"plugins": _digest(_plugins(job, values))})
 
 
@@ -109,8 +110,8 @@ def _values(job: JobConfig, spec: RoleSpec) -> Iterator[tuple[str, Any]]:
     """
     whole = job.model_dump()
     model = job.model_of(spec.name).model_dump()
-    for key in leaves(JobConfig):
-        if any(key == read or key.startswith(f"{read}.") for read in spec.reads):
+    for key, facts in KEY_FACTS.items():
+        if spec.name in facts.read_by:
             of_model = key.startswith(f"{spec.model_key}.")
             value: Any = model if of_model else whole
             for part in (key.removeprefix(f"{spec.model_key}.") if of_model else key).split("."):

@@ -17,9 +17,9 @@ from rolemesh.planner.plan import Plan
 from rolemesh.roles import Roles
 from rolemesh.services.controller.display.curves import draw_curves as _draw
 from rolemesh.services.controller.display.summary import Summary
-from rolemesh.services.controller.main import new_client, until_ready
 from rolemesh.services.controller.pages.choice import record_step
 from rolemesh.services.controller.record import METRICS_FILE, Record
+from rolemesh.services.controller.role_clients import new_client, until_ready
 from rolemesh.services.controller.run.run_dir import new_term
 from rolemesh.services.controller.run.run_dir import read_metrics as _read
 from rolemesh.services.processes.launch import launch

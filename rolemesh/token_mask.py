@@ -1,4 +1,4 @@
-"""The authors of a response's tokens: the policy or the environment."""
+"""Masks of responses: all their tokens, and those of the last context."""
 
 from __future__ import annotations
 

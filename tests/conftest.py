@@ -173,9 +173,10 @@ def _plugins_as_before() -> Iterator[None]:
 def differing_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test's controller compares no fingerprints: a replica has another job on purpose, e.g. to die."""
     from rolemesh.fingerprint import Fingerprint, fingerprint
-    from rolemesh.services.controller import main
+    from rolemesh.services.controller import main, role_clients
 
     def of_version_alone(job: JobConfig, role: str) -> Fingerprint:
         return replace(fingerprint(job, role), digests={})
 
-    monkeypatch.setattr(main, "fingerprint", of_version_alone)
+    for module in (main, role_clients):
+        monkeypatch.setattr(module, "fingerprint", of_version_alone)

@@ -61,7 +61,7 @@ def dotted(node: ast.expr) -> str:
 @pytest.mark.parametrize("path", OURS, ids=name_of)
 def test_arrows_go_from_services_to_the_library(path: Path) -> None:
     """`rolemesh/__main__.py` is the command line's other name; `rolemesh/python_interface.py` and
-    `rolemesh/__init__.py` offers the Python interface. Nobody takes a service by a name that another
+    `rolemesh/__init__.py` offer the Python interface. Nobody takes a service by a name that another
     package may have."""
     assert [name for name in imports(path) if name.split(".")[0] == "services"] == []
     if path.is_relative_to(ROOT / "rolemesh") and path not in (

@@ -18,7 +18,7 @@ from serving import served
 from rolemesh.columns import COLUMNS
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.dataproto import DataProto
-from rolemesh.roles import methods
+from rolemesh.methods import methods
 from rolemesh.rpc.contract import Rpc, deserializer, rpcs, serializer
 from rolemesh.rpc.status_codes import ENDED_WHILE_WRITING, ERROR_KEY
 from rolemesh.services.processes.serve import services_of

@@ -72,7 +72,7 @@ class Part:
 PARTS = {
     "log-probs": Part("correctness:log_probs", 70, "the numbers of a CPU; varlen attention; bfloat16"),
     "sharded": Part("sharding:sharded", 110, "FSDP2 on NCCL, offload, checkpointing, publishing from shards"),
-    "parking": Part("memory:parking", 70, "memory is free while a role sleeps"),
+    "offloading": Part("memory:offloading", 70, "memory is free while a role sleeps"),
     "update": Part("speed:update", 90, "tokens per second and MFU beside plain torch"),
     "head": Part("head:head", 90, "kernels and seconds of log-probs at V = 151,936; errors of bfloat16 logits"),
     "steps": Part("services:steps", 120, "PPO through real services"),
@@ -80,7 +80,7 @@ PARTS = {
     "peaks": Part("memory:peaks", 90, "peak memory beside the planner's"),
     "hybrid": Part("hybrid:hybrid", 120, "what it costs that actor and rollout share the GPU"),
     "handover": Part("speed:handover", 70, "new weights from actor to rollout, GB/s"),
-    "parking-3b": Part("large:parked", 90, "3e9 parameters with their moments sleep and wake"),
+    "offloading-3b": Part("large:offloaded", 90, "3e9 parameters with their moments sleep and wake"),
     "handover-3b": Part("large:handed_over", 90, "3e9 new weights in bfloat16, each copy timed, beside IPC"),
     "tests": Part("services:tests", 90, "the tests with the mark gpu"),
     "vllm": Part("vllm_rows:numbers", 150, "vLLM's log-probs, kept ids and seeds beside the trainer's"),
@@ -119,7 +119,7 @@ def run_all(names: Sequence[str], device: str, out: Path, deadline: float) -> di
         else:
             found["parts"][name] = run(name, device, min(left, PARTS[name].bound_s))
         part = found["parts"][name]
-        print(f"{name:12} {part['state']:8} {part['seconds']:6.1f} s  {part.get('why', '')[:200]}", flush=True)
+        print(f"{name:13} {part['state']:8} {part['seconds']:6.1f} s  {part.get('why', '')[:200]}", flush=True)
         found["passed"] = all(each["state"] != "failed" for each in found["parts"].values())
         (out / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
     print(table(found), flush=True)
@@ -216,7 +216,7 @@ def table(found: Mapping[str, Any]) -> str:
         lines += [f"{name}.{label} = {value}" for label, value in _flat(part.get("figures", {}))]
     lines += [""]
     for name, part in found["parts"].items():
-        lines.append(f"{part['state']:8} {name:12} {PARTS[name].meaning}  {part.get('why', '')[:300]}")
+        lines.append(f"{part['state']:8} {name:13} {PARTS[name].meaning}  {part.get('why', '')[:300]}")
     return "\n".join(lines)
 
 

@@ -19,7 +19,7 @@ from rolemesh.config.job import make_job
 from rolemesh.models.tiny import byte_tokenizer
 from rolemesh.roles import Roles
 from rolemesh.services.command_line.arithmetic import write_arithmetic
-from rolemesh.services.controller.main import new_client, until_ready
+from rolemesh.services.controller.role_clients import new_client, until_ready
 from rolemesh.services.processes.role_processes import role_processes
 from rolemesh.telemetry import timeline
 

@@ -27,7 +27,7 @@ WANTED_S = 2.0
 WANTED_GB_S = 40.0
 
 
-def parked(device: str, directory: Path) -> dict[str, Any]:
+def offloaded(device: str, directory: Path) -> dict[str, Any]:
     """Offload and reload weights and moments: GB/s once memory is pinned, and whether the bits are the same."""
     tensors = [made(index, shape, device) for index, shape in enumerate(shapes(device) * COPIES)]
     num_bytes = sum(tensor.nbytes for tensor in tensors)

@@ -25,7 +25,7 @@ MOVED = (0.98, 1.05)
 PEAK = (0.95, 1.2)  # estimate over measurement
 
 
-def parking(device: str, directory: Path) -> dict[str, Any]:
+def offloading(device: str, directory: Path) -> dict[str, Any]:
     """A role that sleeps leaves the device, as many bytes as the planner says, and trains on alike.
 
     For a forward pass it comes back without its optimizer. On a GPU what has not changed is not copied again.

@@ -40,9 +40,9 @@ from rolemesh.models import sequence
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Roles
 from rolemesh.services.actor import worker as actor
-from rolemesh.services.controller.main import new_client, until_ready
 from rolemesh.services.controller.pages.choice import page_of
 from rolemesh.services.controller.pages.step import Step
+from rolemesh.services.controller.role_clients import new_client, until_ready
 from rolemesh.services.controller.run.stopwatch import Stopwatch, timed
 from rolemesh.services.controller.stages.bypass import bypassing
 from rolemesh.services.critic import worker as critic

@@ -11,7 +11,7 @@ and asks for its health all the while. For each message it prints
   memory for later, so only a message that is larger than all before it shows its own cost.
 
 Wanted: a wait below 250 ms on an idle machine, and a rise of at most four times the message (or 64 MiB, which a
-small one may take: docs/wire.md). Exits with 1 where that does not hold.
+small one may take: docs/wire-guarantees.md). Exits with 1 where that does not hold.
 """
 
 from __future__ import annotations

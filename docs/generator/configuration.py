@@ -10,6 +10,8 @@ from typing import Any
 from rolemesh.catalog.catalog import Catalog
 from rolemesh.catalog.plugin_imports import NAMED
 from rolemesh.config import JobConfig
+from rolemesh.config.job_sections import KEY_FACTS
+from rolemesh.config.key_facts import AtResume
 
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 TYPES = {"string": "text", "integer": "integer", "boolean": "true or false", "null": "null"}
@@ -36,17 +38,23 @@ def _section(section: Schema, known: Schema, prefix: str) -> Iterator[str]:
         yield " ".join(section["description"].split()) + "\n"
     keys = {name: key for name, key in section["properties"].items() if name not in below}
     if keys:
-        yield "| key | type | default | meaning |\n|-|-|-|-|"
+        yield "| key | type | default | meaning | another value at a resume |\n|-|-|-|-|-|"
         for name, key in keys.items():
             default = json.dumps(key["default"], ensure_ascii=False)
             kind = _names(NAMED[prefix + name], key) if prefix + name in NAMED else _type(key)
-            cells = (f"`{name}`{{ #{prefix}{name} }}", kind, f"`{default}`", key.get("description", ""))
+            meaning = key.get("description", "")
+            cells = (f"`{name}`{{ #{prefix}{name} }}", kind, f"`{default}`", meaning, _resume(prefix + name))
             yield "| " + " | ".join(_cell(text) for text in cells) + " |"
         yield ""
     for name, inner in below.items():
         if meaning := section["properties"][name].get("description"):
             inner = {**inner, "description": f"{meaning[0].upper()}{meaning[1:]}."}
         yield from _section(inner, known, f"{prefix}{name}.")
+
+
+def _resume(key: str) -> str:
+    said = {AtResume.REFUSED: "is refused", AtResume.WARNED: "causes a warning"}
+    return said.get(KEY_FACTS[key].at_resume, "")
 
 
 def _section_of(key: Schema) -> str:

@@ -46,24 +46,26 @@ class Template:
         """Return the ids that follow a turn of the policy: its end, messages, the next one's begin.
 
         Args:
-            messages: those that follow for the policy.
+            messages: what the policy gets next.
             end: text of the special token at the end of the policy's turn; "" if it ends without one.
         """
         return self._ids(_after_end(self.ends_turn + self._added(messages), end), end or MARK)
 
-    def after_all(self, prompt: list[int], turns: Chat, messages: Chat, end: str) -> tuple[bool, list[int]]:
+    def after_all(
+        self, prompt: list[int], messages_so_far: Chat, messages: Chat, end: str
+    ) -> tuple[bool, list[int]]:
         """Return whether the template rewrites earlier turns, and the ids: if so, of the whole conversation;
         else those that follow its last turn.
 
         Args:
             prompt: the ids before all turns.
-            turns: what followed, up to a turn of the policy.
-            messages: those that follow for the policy.
+            messages_so_far: what followed, up to a turn of the policy.
+            messages: what the policy gets next.
             end: as for after_turn.
         """
         # What it saw and said, not the rendering of it: some templates drop the thoughts of the last turn, too.
-        begun = self._render([ASKS, *turns[:-1]], opens=True) + str(turns[-1]["content"])
-        whole = self._render([ASKS, *turns, *messages], opens=True)
+        begun = self._render([ASKS, *messages_so_far[:-1]], opens=True) + str(messages_so_far[-1]["content"])
+        whole = self._render([ASKS, *messages_so_far, *messages], opens=True)
         if whole.startswith(begun):
             return False, self._ids(_after_end(whole[len(begun) :], end), end or MARK)
         asked = self._render([ASKS], opens=False)

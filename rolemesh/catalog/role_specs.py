@@ -48,7 +48,7 @@ class RoleSpec(Declaration):
     Args:
         trained: it has a state that training changes, so it has one replica and checkpoints. Other roles are
             stateless: a replica may join, leave or die while the job runs.
-        methods: a function of the job that returns the role's rolemesh.roles.Method declarations.
+        methods: a function of the job that returns the role's rolemesh.methods.Method declarations.
         service: the descriptor of its gRPC service.
         servicer: its servicer, made of a worker (and of the process's WeightStore if serves_weights).
         client: its rolemesh.rpc.calling.clients.RoleClient.
@@ -56,15 +56,14 @@ class RoleSpec(Declaration):
         serves_weights: its server has WeightsService too.
         runs_user_code: it may run the job author's code. Its pod writes nothing to the workspace, and prepares
             nothing there, unless another role shares it.
-        wanted: whether a job has the role; None: it has the role if its page calls it.
+        wanted: whether a job has the role; it reads the properties of JobOfRoles. None: a job has the role if
+            its page calls it.
         on_device: whether the role computes on its process's device. Others wait for no turn there.
-        model_key: the key of the model that the role loads if it computes on a device.
+        model_key: the key of the model that the role loads if it computes on a device; `JobSections.model_of`
+            lists the keys.
         scores: its model has a head with one output, not the vocabulary's.
         pass_rows_key: the key of the rows of a micro-batch on each device. An engine has none.
         max_streams: calls at once on one connection to its server.
-        reads: the keys, or sections, of the job that decide how the role answers: its fingerprint
-            (rolemesh/fingerprint.py). tests/config/test_keys.py compares them with the code.
-        reads_files: those of its keys that name a file whose content it reads.
     """
 
     kind: ClassVar[str] = "role"
@@ -83,8 +82,6 @@ class RoleSpec(Declaration):
     scores: bool = False
     pass_rows_key: str | None = None
     max_streams: int = MAX_STREAMS
-    reads: tuple[str, ...] = ()
-    reads_files: tuple[str, ...] = ()
 
     def is_in(self, job: JobOfRoles) -> bool:
         """Return whether a job has the role."""
@@ -94,23 +91,8 @@ class RoleSpec(Declaration):
 SERVICES = "rolemesh.services"
 CLIENTS = "rolemesh.rpc.calling.clients"
 CONTRACT = "rolemesh.rpc.contract"
-METHODS = "rolemesh.roles"
+METHODS = "rolemesh.methods"
 RECORDING = "rolemesh.graph.recording"
-
-# Keys that several roles read.
-LENGTHS = ("data.max_prompt_length", "data.max_response_length")
-PAGE = ("algorithm.adv_estimator", "algorithm.page", "algorithm.filter_groups.enable")
-SAMPLING = ("rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.do_sample")
-POLICY = ("actor.model.path", "actor.model.revision", "actor.model.trust_remote_code")
-COMPUTING = ("trainer.profile_steps", "trainer.deterministic")
-PACKING = ("actor.use_dynamic_bsz", "actor.ppo_max_token_len_per_gpu", "trainer.balance_batch")
-TRAINING = (
-    "data.train_batch_size",
-    "rollout.n",
-    "trainer.total_training_steps",
-    "trainer.resume_mode",
-    "trainer.resume_from_path",
-)
 
 # In the order in which a group's roles are loaded.
 ROLES = Catalog(
@@ -127,18 +109,6 @@ ROLES = Catalog(
         recorded=f"{RECORDING}:RecordedActor",
         serves_weights=True,
         pass_rows_key="actor.ppo_micro_batch_size_per_gpu",
-        reads=(
-            "actor",
-            "algorithm.rollout_correction",
-            "trainer.balance_batch",
-            *LENGTHS,
-            *PAGE,
-            *SAMPLING,
-            *COMPUTING,
-            *TRAINING,
-            "rollout.name",
-            "rollout.dtype",
-        ),
         meaning="the policy under training",
     ),
     RoleSpec(
@@ -152,34 +122,6 @@ ROLES = Catalog(
         serves_weights=True,
         wanted=None,
         on_device=lambda job: job.engine.on_device,
-        reads=(
-            *LENGTHS,
-            *PAGE,
-            *SAMPLING,
-            *POLICY,
-            *COMPUTING,
-            "trainer.weight_sync_timeout_s",
-            "rollout.val_kwargs.temperature",
-            "rollout.val_kwargs.top_k",
-            "rollout.val_kwargs.top_p",
-            "rollout.val_kwargs.do_sample",
-            "rollout.ignore_eos",
-            "rollout.stop",
-            "rollout.name",
-            "rollout.options",
-            "rollout.openai",
-            "rollout.dtype",
-            "rollout.max_num_seqs",
-            "rollout.tensor_model_parallel_size",
-            "rollout.gpu_memory_utilization",
-            "rollout.free_cache_engine",
-            "rollout.max_num_batched_tokens",
-            "rollout.enable_chunked_prefill",
-            "rollout.enable_prefix_caching",
-            "rollout.enforce_eager",
-            "rollout.disable_log_stats",
-            "actor.head_dtype",
-        ),
         meaning="generation",
     ),
     RoleSpec(
@@ -193,7 +135,6 @@ ROLES = Catalog(
         wanted=lambda job: job.uses_reference and not job.ref_in_actor,
         model_key="reference.model",
         pass_rows_key="reference.log_prob_micro_batch_size_per_gpu",
-        reads=("reference", "actor.head_dtype", *LENGTHS, *PAGE, *SAMPLING, *COMPUTING, *PACKING),
         meaning="the policy that the actor is held close to",
     ),
     RoleSpec(
@@ -209,17 +150,6 @@ ROLES = Catalog(
         model_key="critic.model",
         scores=True,
         pass_rows_key="critic.ppo_micro_batch_size_per_gpu",
-        reads=(
-            "critic",
-            "actor.ppo_mini_batch_size",
-            "algorithm.rollout_correction.rollout_is",
-            "algorithm.rollout_correction.rollout_rs",
-            "algorithm.rollout_correction.bypass_mode",
-            *LENGTHS,
-            *COMPUTING,
-            *PACKING,
-            *TRAINING,
-        ),
         meaning="the value model",
     ),
     RoleSpec(
@@ -236,17 +166,6 @@ ROLES = Catalog(
         model_key="reward.reward_model.model",
         scores=True,
         pass_rows_key="reward.reward_model.micro_batch_size_per_gpu",
-        reads=(
-            "reward",
-            "algorithm.adv_estimator",
-            "algorithm.gdpo_reward_keys",
-            "rollout.val_kwargs.n",
-            "rollout.multi_turn.enable",
-            *LENGTHS,
-            *POLICY,
-            *COMPUTING,
-        ),
-        reads_files=("reward.custom_reward_function.path",),
         meaning="the reward of a response, by rule, function or model",
     ),
     RoleSpec(
@@ -261,26 +180,6 @@ ROLES = Catalog(
         wanted=lambda job: job.uses_environment,
         on_device=lambda job: False,
         max_streams=MAX_EPISODE_STREAMS,
-        reads=(
-            "rollout.multi_turn.max_parallel_calls",
-            "rollout.multi_turn.max_tool_response_length",
-            "rollout.multi_turn.tool_response_truncate_side",
-            "rollout.multi_turn.tool_config_path",
-            "rollout.multi_turn.interaction_config_path",
-            "rollout.multi_turn.tools",
-            "rollout.multi_turn.mcp_servers",
-            "rollout.multi_turn.call_timeout_s",
-            "rollout.multi_turn.episode_timeout_s",
-            "rollout.multi_turn.on_tool_error",
-            "rollout.multi_turn.max_episodes",
-            "rollout.agent.default_agent_loop",
-            "rollout.agent.external",
-            "reward.sandbox.timeout_s",
-            "reward.sandbox.memory_limit_mb",
-            "reward.answer_chars",
-            *COMPUTING,
-        ),
-        reads_files=("rollout.multi_turn.tool_config_path", "rollout.multi_turn.interaction_config_path"),
         meaning="the other side of conversations: tools and interactions",
     ),
 )

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from rolemesh.catalog.policy_losses import POLICY_LOSSES, PolicyLossSpec
 from rolemesh.config.base import Config, name_in, options_of
+from rolemesh.config.key_facts import FREE, REFUSED, WARNED, Key
 from rolemesh.config.model import (
     CriticModelConfig,
     CriticOptimConfig,
@@ -28,28 +29,32 @@ LossAggMode = Literal[
 
 
 class PolicyLossConfig(Config):
-    loss_mode: Annotated[str, name_in(POLICY_LOSSES)] = Field(
-        "vanilla", description="the policy loss per token; vanilla: PPO's clipped loss with the dual clip"
+    loss_mode: Annotated[str, name_in(POLICY_LOSSES)] = Key(
+        "vanilla",
+        WARNED,
+        description="the policy loss per token; vanilla: PPO's clipped loss with the dual clip",
     )
-    options: Annotated[dict[str, Any], options_of(POLICY_LOSSES, "loss_mode")] = Field(
-        {}, description="options of a plug-in's policy loss"
+    options: Annotated[dict[str, Any], options_of(POLICY_LOSSES, "loss_mode")] = Key(
+        {}, WARNED, description="options of a plug-in's policy loss"
     )
-    clip_cov_ratio: float = Field(
-        0.0002, gt=0, le=1, description="clip_cov: share of a mini-batch's tokens whose loss is dropped"
+    clip_cov_ratio: float = Key(
+        0.0002, WARNED, gt=0, le=1, description="clip_cov: share of a mini-batch's tokens whose loss is dropped"
     )
-    clip_cov_lb: float = Field(
-        1.0, description="clip_cov: only tokens with a covariance above this are dropped"
+    clip_cov_lb: float = Key(
+        1.0, WARNED, description="clip_cov: only tokens with a covariance above this are dropped"
     )
-    clip_cov_ub: float = Field(
-        5.0, description="clip_cov: only tokens with a covariance below this are dropped"
+    clip_cov_ub: float = Key(
+        5.0, WARNED, description="clip_cov: only tokens with a covariance below this are dropped"
     )
-    kl_cov_ratio: float = Field(
-        0.0002, gt=0, le=1, description="kl_cov: share of a mini-batch's tokens with a KL penalty"
+    kl_cov_ratio: float = Key(
+        0.0002, WARNED, gt=0, le=1, description="kl_cov: share of a mini-batch's tokens with a KL penalty"
     )
-    ppo_kl_coef: float = Field(0.1, ge=0, description="kl_cov: weight of that KL penalty")
-    dpo_beta: float = Field(0.1, gt=0, description="dpo, dpo_norm, ipo: how close to the reference; IPO's tau")
-    dro_beta: float | None = Field(
-        None, gt=0, description="dro: weight of the squared log-ratio, required for dro; 0.05 is usual"
+    ppo_kl_coef: float = Key(0.1, WARNED, ge=0, description="kl_cov: weight of that KL penalty")
+    dpo_beta: float = Key(
+        0.1, WARNED, gt=0, description="dpo, dpo_norm, ipo: how close to the reference; IPO's tau"
+    )
+    dro_beta: float | None = Key(
+        None, WARNED, gt=0, description="dro: weight of the squared log-ratio, required for dro; 0.05 is usual"
     )
 
     @model_validator(mode="after")
@@ -67,68 +72,84 @@ class PolicyLossConfig(Config):
 
 class ActorConfig(Config):
     model: PolicyModelConfig = PolicyModelConfig()
-    head_dtype: Literal["model", "float32"] = Field(
+    head_dtype: Literal["model", "float32"] = Key(
         "model",
+        WARNED,
+        read_by=("rollout", "reference"),
         description="type of the policy's logits in actor, reference and rollout; float32 leaves them "
         "unrounded, so that actor and engine agree more closely; model: the dtype of each",
     )
     optim: OptimConfig = OptimConfig()
     fsdp_config: TrainedFsdpConfig = TrainedFsdpConfig()
-    ulysses_sequence_parallel_size: Ulysses = 1
-    ppo_mini_batch_size: int = Field(
+    ulysses_sequence_parallel_size: Ulysses = Key(1, FREE)
+    ppo_mini_batch_size: int = Key(
         256,
+        WARNED,
+        read_by=("critic",),
         gt=0,
         description="prompts per optimizer step, with rollout.n rows each; must divide data.train_batch_size",
     )
-    ppo_micro_batch_size_per_gpu: int = Field(
-        8, gt=0, description="rows per forward and backward pass; affects memory, never the result"
+    ppo_micro_batch_size_per_gpu: int = Key(
+        8, FREE, gt=0, description="rows per forward and backward pass; affects memory, never the result"
     )
-    use_dynamic_bsz: bool = Field(
+    use_dynamic_bsz: bool = Key(
         False,
+        FREE,
+        read_by=("reference", "critic"),
         description="fill each pass up to ppo_max_token_len_per_gpu tokens; false: a fixed number of rows",
     )
-    ppo_max_token_len_per_gpu: int = Field(
+    ppo_max_token_len_per_gpu: int = Key(
         16384,
+        FREE,
+        read_by=("reference", "critic"),
         gt=0,
         description="use_dynamic_bsz: maximum tokens per pass; padding counts if model.use_remove_padding is "
         "false",
     )
-    ppo_epochs: int = Field(1, gt=0, description="passes over each batch")
-    shuffle: bool = Field(False, description="shuffle the rows in every pass")
-    clip_ratio: float = Field(
-        0.2, gt=0, description="PPO's clip range epsilon; dppo losses: the allowed divergence"
+    ppo_epochs: int = Key(1, WARNED, gt=0, description="passes over each batch")
+    shuffle: bool = Key(False, WARNED, description="shuffle the rows in every pass")
+    clip_ratio: float = Key(
+        0.2, WARNED, gt=0, description="PPO's clip range epsilon; dppo losses: the allowed divergence"
     )
-    clip_ratio_low: float | None = Field(None, gt=0, description="lower clip range; null: clip_ratio")
-    clip_ratio_high: float | None = Field(None, gt=0, description="upper clip range; null: clip_ratio")
-    clip_ratio_c: float = Field(
+    clip_ratio_low: float | None = Key(None, WARNED, gt=0, description="lower clip range; null: clip_ratio")
+    clip_ratio_high: float | None = Key(None, WARNED, gt=0, description="upper clip range; null: clip_ratio")
+    clip_ratio_c: float = Key(
         3.0,
+        WARNED,
         gt=1,
         description="dual clip: the loss is at most -clip_ratio_c * A where A < 0; dppo: upper bound of the "
         "ratio",
     )
-    tau_pos: float = Field(
-        1.0, gt=0, description="sapo: temperature of the gate where A > 0; larger is sharper"
+    tau_pos: float = Key(
+        1.0, WARNED, gt=0, description="sapo: temperature of the gate where A > 0; larger is sharper"
     )
-    tau_neg: float = Field(1.05, gt=0, description="sapo: temperature of the gate elsewhere")
-    loss_agg_mode: LossAggMode = Field(
+    tau_neg: float = Key(1.05, WARNED, gt=0, description="sapo: temperature of the gate elsewhere")
+    loss_agg_mode: LossAggMode = Key(
         "token-mean",
+        WARNED,
         description="how the losses of tokens are aggregated; sapo and geo_mean always use seq-mean-token-mean",
     )
-    loss_scale_factor: int | None = Field(
-        None, gt=0, description="divisor of seq-mean-token-sum-norm; null: data.max_response_length"
+    loss_scale_factor: int | None = Key(
+        None, WARNED, gt=0, description="divisor of seq-mean-token-sum-norm; null: data.max_response_length"
     )
     policy_loss: PolicyLossConfig = PolicyLossConfig()
-    entropy_coeff: float = Field(0.0, description="weight of the entropy bonus; 0: no bonus")
-    use_kl_loss: bool = Field(False, description="add kl_loss_coef * KL(actor, reference) to the loss")
-    kl_loss_coef: float = Field(0.001, ge=0, description="weight of that KL")
-    kl_loss_type: KLPenalty = Field(
+    entropy_coeff: float = Key(0.0, WARNED, description="weight of the entropy bonus; 0: no bonus")
+    use_kl_loss: bool = Key(False, WARNED, description="add kl_loss_coef * KL(actor, reference) to the loss")
+    kl_loss_coef: float = Key(
+        0.001, WARNED, counts_if="actor.use_kl_loss", ge=0, description="weight of that KL"
+    )
+    kl_loss_type: KLPenalty = Key(
         "low_var_kl",
+        WARNED,
+        counts_if="actor.use_kl_loss",
         description="the estimator of that KL: kl = k1, abs, mse = k2, low_var_kl = k3; with + the gradient is "
         "k2's",
     )
-    grad_clip: float = Field(1.0, gt=0, description="maximum norm of the gradient; larger ones are scaled down")
-    seed: int = Field(
-        42, description="seed of the shuffle, of the tokens that clip_cov selects, and of a new adapter"
+    grad_clip: float = Key(
+        1.0, WARNED, gt=0, description="maximum norm of the gradient; larger ones are scaled down"
+    )
+    seed: int = Key(
+        42, WARNED, description="seed of the shuffle, of the tokens that clip_cov selects, and of a new adapter"
     )
 
     @model_validator(mode="after")
@@ -162,14 +183,15 @@ class ActorConfig(Config):
 class ReferenceConfig(Config):
     model: FrozenModelConfig = FrozenModelConfig()
     fsdp_config: FsdpConfig = FsdpConfig()
-    ulysses_sequence_parallel_size: Ulysses = 1
-    log_prob_micro_batch_size_per_gpu: int = Field(8, gt=0, description="rows per forward pass")
-    log_prob_use_dynamic_bsz: bool | None = Field(
+    ulysses_sequence_parallel_size: Ulysses = Key(1, FREE)
+    log_prob_micro_batch_size_per_gpu: int = Key(8, FREE, gt=0, description="rows per forward pass")
+    log_prob_use_dynamic_bsz: bool | None = Key(
         None,
+        FREE,
         description="fill each pass up to log_prob_max_token_len_per_gpu tokens; null: actor.use_dynamic_bsz",
     )
-    log_prob_max_token_len_per_gpu: int | None = Field(
-        None, gt=0, description="maximum tokens per pass; null: actor.ppo_max_token_len_per_gpu"
+    log_prob_max_token_len_per_gpu: int | None = Key(
+        None, FREE, gt=0, description="maximum tokens per pass; null: actor.ppo_max_token_len_per_gpu"
     )
 
 
@@ -178,37 +200,45 @@ FOLLOWS_ACTOR = ("ppo_epochs", "shuffle", "loss_agg_mode", "loss_scale_factor")
 
 
 class CriticConfig(Config):
-    enable: bool | None = Field(
+    enable: bool | None = Key(
         None,
+        REFUSED,
         description="whether the job has a critic; null: if the estimator or the page needs one; the chart "
         "requires it if a plug-in's estimator or page decides this",
     )
     model: CriticModelConfig = Field(
         CriticModelConfig(), description="a causal LM or a reward model; an empty path: the actor's"
     )
-    ulysses_sequence_parallel_size: Ulysses = 1
+    ulysses_sequence_parallel_size: Ulysses = Key(1, FREE)
     optim: CriticOptimConfig = CriticOptimConfig()
-    ppo_mini_batch_size: int | None = Field(
-        None, gt=0, description="prompts per optimizer step, with rollout.n rows each; null: the actor's"
+    ppo_mini_batch_size: int | None = Key(
+        None,
+        WARNED,
+        gt=0,
+        description="prompts per optimizer step, with rollout.n rows each; null: the actor's",
     )
-    ppo_micro_batch_size_per_gpu: int = Field(8, gt=0, description="rows per forward and backward pass")
-    use_dynamic_bsz: bool | None = Field(
-        None, description="fill each pass up to ppo_max_token_len_per_gpu tokens; null: actor.use_dynamic_bsz"
+    ppo_micro_batch_size_per_gpu: int = Key(8, FREE, gt=0, description="rows per forward and backward pass")
+    use_dynamic_bsz: bool | None = Key(
+        None,
+        FREE,
+        description="fill each pass up to ppo_max_token_len_per_gpu tokens; null: actor.use_dynamic_bsz",
     )
-    ppo_max_token_len_per_gpu: int = Field(32768, gt=0, description="maximum tokens per pass")
-    ppo_epochs: int | None = Field(None, gt=0, description="passes over each batch; null: the actor's")
-    shuffle: bool | None = Field(None, description="shuffle the rows in every pass; null: the actor's")
-    cliprange_value: float = Field(
-        0.5, gt=0, description="clip range of the value loss: distance of a value from the old one"
+    ppo_max_token_len_per_gpu: int = Key(32768, FREE, gt=0, description="maximum tokens per pass")
+    ppo_epochs: int | None = Key(None, WARNED, gt=0, description="passes over each batch; null: the actor's")
+    shuffle: bool | None = Key(None, WARNED, description="shuffle the rows in every pass; null: the actor's")
+    cliprange_value: float = Key(
+        0.5, WARNED, gt=0, description="clip range of the value loss: distance of a value from the old one"
     )
-    loss_agg_mode: LossAggMode | None = Field(
-        None, description="how the losses of tokens are aggregated; null: the actor's"
+    loss_agg_mode: LossAggMode | None = Key(
+        None, WARNED, description="how the losses of tokens are aggregated; null: the actor's"
     )
-    loss_scale_factor: int | None = Field(
-        None, gt=0, description="divisor of seq-mean-token-sum-norm; null: the actor's"
+    loss_scale_factor: int | None = Key(
+        None, WARNED, gt=0, description="divisor of seq-mean-token-sum-norm; null: the actor's"
     )
-    grad_clip: float = Field(1.0, gt=0, description="maximum norm of the gradient; larger ones are scaled down")
-    seed: int = Field(42, description="seed of a new value head and of the shuffle")
+    grad_clip: float = Key(
+        1.0, WARNED, gt=0, description="maximum norm of the gradient; larger ones are scaled down"
+    )
+    seed: int = Key(42, WARNED, description="seed of a new value head and of the shuffle")
 
     @model_validator(mode="before")
     @classmethod

@@ -110,7 +110,7 @@ class Config(BaseModel):
     @classmethod
     def _arrives_as_written(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse whole numbers that Helm would change, and numbers that are not finite."""
-        if _section(cls, str(info.field_name)):  # its own fields name the key
+        if section_type(cls, str(info.field_name)):  # its own fields name the key
             return value
         annotation = cls.model_fields[str(info.field_name)].annotation
         for scalar in _scalars(value):
@@ -174,7 +174,7 @@ def path_keys(schema: type[BaseModel]) -> list[str]:
         *parents, leaf = key.split(".")
         section = schema
         for part in parents:
-            section = _section(section, part) or section
+            section = section_type(section, part) or section
         field = section.model_fields[leaf]
         if LOCAL in field.metadata or _names_paths(field.annotation):
             keys.append(key)
@@ -360,7 +360,7 @@ def _hint(schema: type[BaseModel], path: list[str]) -> str:
         return f" ({hint})"
     section: type[BaseModel] | None = schema
     for part in parents:
-        section = _section(section, part) if section else None
+        section = section_type(section, part) if section else None
     if section is None:
         return ""
     near = difflib.get_close_matches(wrong, section.model_fields, n=1, cutoff=0.6)
@@ -378,7 +378,7 @@ def _choice(finding: ErrorDetails) -> str:
     return ", which is none of " + ", ".join(known) + "".join(f"; did you mean {name!r}?" for name in near)
 
 
-def _section(schema: type[BaseModel], name: str) -> type[BaseModel] | None:
+def section_type(schema: type[BaseModel], name: str) -> type[BaseModel] | None:
     known = schema.model_fields.get(name)
     if known is None:
         return None
@@ -391,7 +391,7 @@ def _section(schema: type[BaseModel], name: str) -> type[BaseModel] | None:
 def leaves(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Yield every dotted key of a schema."""
     for name in schema.model_fields:
-        section = _section(schema, name)
+        section = section_type(schema, name)
         if section is None:
             yield prefix + name
         else:

@@ -2,10 +2,11 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, model_validator
 
 from rolemesh.catalog.datasets import DATASETS, DatasetSpec
 from rolemesh.config.base import Config, LocalPath, name_in, options_of
+from rolemesh.config.key_facts import DERIVED, FREE, REFUSED, Key
 from rolemesh.config.yaml_file import check_written
 
 # Arguments of a tokenizer's apply_chat_template that are no variables of the template.
@@ -39,63 +40,89 @@ Files = Annotated[
 
 
 class DataConfig(Config):
-    dataset: Annotated[str, name_in(DATASETS)] = Field(
-        "parquet", description="the kind of data set; parquet: files"
+    dataset: Annotated[str, name_in(DATASETS)] = Key(
+        "parquet", REFUSED, description="the kind of data set; parquet: files"
     )
-    options: Annotated[dict[str, Any], options_of(DATASETS, "dataset")] = Field(
-        {}, description="options of a plug-in's data set"
+    options: Annotated[dict[str, Any], options_of(DATASETS, "dataset")] = Key(
+        {}, REFUSED, description="options of a plug-in's data set"
     )
-    train_files: Files = Field(
+    train_files: Files = Key(
         [],
+        REFUSED,
         description="one file or a list of them: Parquet or JSON Lines, also in a data set of the Hugging Face "
         "Hub: hf://datasets/OWNER/NAME/FILE",
     )
-    val_files: Files = Field([], description="one file or a list of them, as train_files; empty: no validation")
-    train_batch_size: int = Field(1024, gt=0, description="prompts per step")
-    gen_batch_size: int | None = Field(
-        None, gt=0, description="dynamic sampling: prompts answered at once; null: train_batch_size"
+    val_files: Files = Key(
+        [], DERIVED, description="one file or a list of them, as train_files; empty: no validation"
     )
-    val_batch_size: int | None = Field(None, gt=0, description="prompts per validation call; null: all at once")
-    max_prompt_length: int = Field(512, gt=0, description="P, the maximum length of a prompt, in tokens")
-    max_response_length: int = Field(512, gt=0, description="T, the maximum length of a response, in tokens")
-    max_length: int | None = Field(
+    train_batch_size: int = Key(
+        1024, REFUSED, read_by=("actor", "critic"), gt=0, description="prompts per step"
+    )
+    gen_batch_size: int | None = Key(
+        None, REFUSED, gt=0, description="dynamic sampling: prompts answered at once; null: train_batch_size"
+    )
+    val_batch_size: int | None = Key(
+        None, FREE, gt=0, description="prompts per validation call; null: all at once"
+    )
+    max_prompt_length: int = Key(
+        512,
+        REFUSED,
+        read_by=("actor", "rollout", "reference", "critic", "reward"),
+        gt=0,
+        description="P, the maximum length of a prompt, in tokens",
+    )
+    max_response_length: int = Key(
+        512,
+        REFUSED,
+        read_by=("actor", "rollout", "reference", "critic", "reward"),
+        gt=0,
+        description="T, the maximum length of a response, in tokens",
+    )
+    max_length: int | None = Key(
         None,
+        DERIVED,
         gt=1,
         description="sft, dpo: the maximum length of a row, in tokens, wherever its prompt ends; sets "
         "max_prompt_length to 1, and max_response_length to the rest",
     )
-    prompt_key: str = Field("prompt", description="the column with the chat messages")
-    response_key: str = Field(
+    prompt_key: str = Key("prompt", DERIVED, description="the column with the chat messages")
+    response_key: str = Key(
         "response",
+        DERIVED,
         description="sft: the column with the response to prompt_key, or a path as in extra_info.answer",
     )
-    chosen_key: str = Field("chosen", description="dpo: the column with the response that was preferred")
-    rejected_key: str = Field("rejected", description="dpo: the column with the other response")
-    messages_key: str = Field(
+    chosen_key: str = Key("chosen", DERIVED, description="dpo: the column with the response that was preferred")
+    rejected_key: str = Key("rejected", DERIVED, description="dpo: the column with the other response")
+    messages_key: str = Key(
         "messages",
+        DERIVED,
         description="sft: the column with whole conversations, in place of prompt_key and response_key",
     )
-    apply_chat_template_kwargs: dict[str, Any] = Field(
+    apply_chat_template_kwargs: dict[str, Any] = Key(
         {},
+        DERIVED,
         description="variables of the chat template, e.g. {enable_thinking: false}; a template that writes "
         "today's date may take a fixed one, {date_string: 26 Jul 2024}",
     )
-    tools_key: str = Field("tools", description="sft: the column with the tools that a prompt describes")
-    reward_fn_key: str = Field("data_source", description="the column that selects the reward function")
-    reward_model_key: str = Field(
-        "reward_model", description="the column with style and ground_truth, by which responses are scored"
+    tools_key: str = Key("tools", DERIVED, description="sft: the column with the tools that a prompt describes")
+    reward_fn_key: str = Key("data_source", DERIVED, description="the column that selects the reward function")
+    reward_model_key: str = Key(
+        "reward_model",
+        DERIVED,
+        description="the column with style and ground_truth, by which responses are scored",
     )
-    truncation: Literal["error", "left", "right", "middle"] = Field(
+    truncation: Literal["error", "left", "right", "middle"] = Key(
         "error",
+        DERIVED,
         description="for a prompt longer than max_prompt_length: an error, or where tokens are cut off",
     )
-    filter_overlong_prompts: bool = Field(
-        False, description="drop prompts longer than max_prompt_length before training"
+    filter_overlong_prompts: bool = Key(
+        False, DERIVED, description="drop prompts longer than max_prompt_length before training"
     )
-    shuffle: bool = Field(True, description="shuffle the prompts in every epoch")
-    seed: int = Field(42, description="seed of the shuffle")
-    train_max_samples: int = Field(-1, ge=-1, description="maximum number of training rows; -1: all")
-    val_max_samples: int = Field(-1, ge=-1, description="maximum number of validation rows; -1: all")
+    shuffle: bool = Key(True, REFUSED, description="shuffle the prompts in every epoch")
+    seed: int = Key(42, REFUSED, counts_if="data.shuffle", description="seed of the shuffle")
+    train_max_samples: int = Key(-1, DERIVED, ge=-1, description="maximum number of training rows; -1: all")
+    val_max_samples: int = Key(-1, DERIVED, ge=-1, description="maximum number of validation rows; -1: all")
 
     @model_validator(mode="before")
     @classmethod

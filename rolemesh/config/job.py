@@ -12,7 +12,8 @@ from rolemesh.catalog.plugin_imports import load_plugins
 from rolemesh.config.base import explain, is_file, merge, parse_overrides, path_keys
 from rolemesh.config.cross_checks import check_sections
 from rolemesh.config.job_sections import JobSections, Plugins
-from rolemesh.config.unused_keys import UnusedKey, overruled_keys, unused_keys, without
+from rolemesh.config.unused_keys import UnusedKey, overruled_keys, without
+from rolemesh.config.unused_keys import unused_keys as unused_keys_of
 from rolemesh.config.yaml_file import read_texts, read_yaml, to_yaml, write_texts
 from rolemesh.errors import InvalidConfig
 
@@ -25,9 +26,9 @@ class JobConfig(JobSections):
         check_sections(self)
         return self
 
-    def idle_keys(self) -> tuple[UnusedKey, ...]:
+    def unused_keys(self) -> tuple[UnusedKey, ...]:
         """Return the keys that have no effect in this job."""
-        return tuple(unused_keys(self, overruled_keys(self)))
+        return tuple(unused_keys_of(self, overruled_keys(self)))
 
     def to_yaml(self) -> str:
         """Write the resolved job file: every key with its value.
@@ -37,7 +38,7 @@ class JobConfig(JobSections):
         so there is no warning (unused_keys.py). Nor does it have the two lengths that follow from
         data.max_length, so that this can be changed.
         """
-        unset = {idle.key for idle in self.idle_keys() if not idle.is_set}
+        unset = {unused.key for unused in self.unused_keys() if not unused.is_set}
         if self.data.splits_max_length:
             unset |= {"data.max_prompt_length", "data.max_response_length"}
         sections = without(self.model_dump(mode="json"), unset)

@@ -20,6 +20,7 @@ from rolemesh.config.actor import FOLLOWS_ACTOR, ActorConfig, CriticConfig, Refe
 from rolemesh.config.algorithm import AlgorithmConfig
 from rolemesh.config.base import Config, absolute_path, value_at
 from rolemesh.config.data import DataConfig, Files
+from rolemesh.config.key_facts import DERIVED, Key, Section, key_facts
 from rolemesh.config.model import CriticModelConfig, FrozenModelConfig, FsdpConfig, ModelConfig, chosen_dtype
 from rolemesh.config.placement import PlacementConfig, num_ranks, num_replicas, place
 from rolemesh.config.reward import RewardConfig
@@ -40,8 +41,8 @@ DTYPE_KEYS = (
 class Plugins(Config):
     """What is read of a job before everything else, since the rest may name its parts."""
 
-    plugins: Files = Field(
-        [], description="your Python files and modules, imported in every process (docs/plugins.md)"
+    plugins: Files = Key(
+        [], DERIVED, description="your Python files and modules, imported in every process (docs/plugins.md)"
     )
 
 
@@ -50,11 +51,11 @@ class JobSections(Plugins):
 
     algorithm: AlgorithmConfig = AlgorithmConfig()
     data: DataConfig = DataConfig()
-    actor: ActorConfig = ActorConfig()
+    actor: ActorConfig = Section(ActorConfig(), read_by=("actor",))
     rollout: RolloutConfig = RolloutConfig()
-    reference: ReferenceConfig = ReferenceConfig()
-    critic: CriticConfig = CriticConfig()
-    reward: RewardConfig = RewardConfig()
+    reference: ReferenceConfig = Section(ReferenceConfig(), read_by=("reference",))
+    critic: CriticConfig = Section(CriticConfig(), read_by=("critic",))
+    reward: RewardConfig = Section(RewardConfig(), read_by=("reward",))
     trainer: TrainerConfig = TrainerConfig()
     placement: PlacementConfig = Field(PlacementConfig(), description="how the roles share devices")
 
@@ -337,3 +338,6 @@ class JobSections(Plugins):
         actor = self.actor.model
         same = {"path": actor.path, "revision": actor.revision}
         return model if model.path else model.model_copy(update=same)
+
+
+KEY_FACTS = key_facts(JobSections)  # of every dotted key; a key without facts ends the import here

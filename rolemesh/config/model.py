@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from rolemesh.config.base import Config, LocalPath, NoEffect
+from rolemesh.config.key_facts import DERIVED, FREE, REFUSED, WARNED, Key, KeyFacts
 from rolemesh.errors import InvalidConfig
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
@@ -17,25 +18,29 @@ DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ModelConfig(Config):
-    path: LocalPath = Field(
+    path: LocalPath = Key(
         "",
+        DERIVED,
         description="a Hugging Face model directory, or a name of the Hugging Face Hub, ORGANISATION/MODEL; "
         "empty: the actor's",
     )
-    revision: str = Field(
+    revision: str = Key(
         "",
+        DERIVED,
         pattern=r"^([\w-][\w./-]*)?$",
         description="branch, tag or commit of a path that is a Hub name; empty: main",
     )
-    trust_remote_code: bool = Field(False, description="run Python code from the model directory")
-    use_remove_padding: bool = Field(
+    trust_remote_code: bool = Key(False, FREE, description="run Python code from the model directory")
+    use_remove_padding: bool = Key(
         True,
+        FREE,
         description="run rows without padding, end to end, with shared prefixes computed once; false: pad each "
         "row "
         "to P + T tokens",
     )
-    dtype: Precision = Field(
+    dtype: Precision = Key(
         "auto",
+        DERIVED,
         description="type of matrix products (autocast), in which models that are not trained hold their "
         "weights; trained weights and the optimizer stay float32. auto: bfloat16 on a GPU, float32 on a CPU "
         "and on GPUs before Ampere",
@@ -78,16 +83,21 @@ def chosen_dtype(dtype: str, key: str, device: str, capability: tuple[int, int] 
 class FrozenModelConfig(ModelConfig):
     """The model of a role that is not trained."""
 
-    enable_gradient_checkpointing: Annotated[bool, NO_BACKWARD] = Field(True, description="no effect")
-    enable_activation_offload: Annotated[bool, NO_BACKWARD] = Field(False, description="no effect")
+    FACTS: ClassVar[dict[str, KeyFacts]] = {"path": KeyFacts(WARNED), "dtype": KeyFacts(FREE)}
+
+    enable_gradient_checkpointing: Annotated[bool, NO_BACKWARD] = Key(True, FREE, description="no effect")
+    enable_activation_offload: Annotated[bool, NO_BACKWARD] = Key(False, FREE, description="no effect")
 
 
 class TrainedModelConfig(ModelConfig):
-    enable_gradient_checkpointing: bool = Field(
-        True, description="recompute activations in the backward pass: less memory, about a third more time"
+    enable_gradient_checkpointing: bool = Key(
+        True,
+        FREE,
+        description="recompute activations in the backward pass: less memory, about a third more time",
     )
-    enable_activation_offload: bool = Field(
+    enable_activation_offload: bool = Key(
         False,
+        FREE,
         description="keep gradient checkpointing's activations in host memory; no effect on a CPU",
     )
 
@@ -113,22 +123,37 @@ class TrainedModelConfig(ModelConfig):
 class PolicyModelConfig(TrainedModelConfig):
     """The actor's model. Training may be limited to a low-rank adapter (docs/lora.md)."""
 
-    lora_rank: int = Field(0, ge=0, description="train only a LoRA adapter of this rank; 0: train all weights")
-    lora_alpha: int = Field(
-        16, gt=0, description="scale of the adapter: its product counts lora_alpha / lora_rank"
+    FACTS: ClassVar[dict[str, KeyFacts]] = {  # its tokenizer is that of the job
+        "path": KeyFacts(DERIVED, read_by=("rollout", "reward")),
+        "revision": KeyFacts(DERIVED, read_by=("rollout", "reward")),
+        "trust_remote_code": KeyFacts(FREE, read_by=("rollout", "reward")),
+    }
+
+    lora_rank: int = Key(
+        0, DERIVED, ge=0, description="train only a LoRA adapter of this rank; 0: train all weights"
     )
-    target_modules: str | tuple[str, ...] = Field(
+    lora_alpha: int = Key(
+        16,
+        REFUSED,
+        counts_if="actor.model.lora_rank",
+        gt=0,
+        description="scale of the adapter: its product counts lora_alpha / lora_rank",
+    )
+    target_modules: str | tuple[str, ...] = Key(
         "all-linear",
+        DERIVED,
+        counts_if="actor.model.lora_rank",
         description="modules with an adapter: a list of names, e.g. [q_proj, v_proj], or a regular expression "
         "for "
         "the whole name; all-linear: every matrix except the head",
     )
-    lora_adapter_path: LocalPath = Field(
-        "", description="start from this adapter and its target modules; empty: from a new adapter"
+    lora_adapter_path: LocalPath = Key(
+        "", DERIVED, description="start from this adapter and its target modules; empty: from a new adapter"
     )
 
-    custom_chat_template: str | None = Field(
+    custom_chat_template: str | None = Key(
         None,
+        DERIVED,
         description="the text of a chat template (Jinja), in place of the tokenizer's; checkpoints keep it",
     )
 
@@ -167,25 +192,27 @@ Ulysses = Annotated[
 class FsdpConfig(Config):
     """Sharding of a role's model over several ranks (FSDP2, docs/ranks.md). One rank has the model whole."""
 
-    fsdp_size: int = Field(
+    fsdp_size: int = Key(
         -1,
+        FREE,
         ge=-1,
         description="ranks that share one copy of the model; -1: all. A smaller number must divide the role's "
         "ranks, and every group of this size has a copy (HSDP)",
     )
-    reshard_after_forward: bool = Field(
+    reshard_after_forward: bool = Key(
         True,
+        FREE,
         description="free a block's gathered weights after its forward pass and gather them again for the "
         "backward pass; false: less communication, more memory",
     )
-    forward_prefetch: bool = Field(
-        False, description="gather a block's weights while the block before it computes"
+    forward_prefetch: bool = Key(
+        False, FREE, description="gather a block's weights while the block before it computes"
     )
-    param_offload: bool = Field(
-        False, description="keep weights, gradients and the optimizer's state in host memory"
+    param_offload: bool = Key(
+        False, FREE, description="keep weights, gradients and the optimizer's state in host memory"
     )
-    optimizer_offload: Annotated[bool, NoEffect("the role is not trained, so it has no optimizer")] = Field(
-        False, description="no effect"
+    optimizer_offload: Annotated[bool, NoEffect("the role is not trained, so it has no optimizer")] = Key(
+        False, FREE, description="no effect"
     )
 
     @model_validator(mode="after")
@@ -198,8 +225,9 @@ class FsdpConfig(Config):
 class TrainedFsdpConfig(FsdpConfig):
     """FsdpConfig of a role that is trained."""
 
-    optimizer_offload: bool = Field(
+    optimizer_offload: bool = Key(
         False,
+        FREE,
         description="keep the optimizer's state in host memory between its steps; also with one rank",
     )
 
@@ -209,24 +237,27 @@ class CriticModelConfig(TrainedModelConfig):
 
 
 class OptimConfig(Config):
-    lr: float = Field(1e-6, gt=0, description="AdamW's learning rate, the maximum of the schedule")
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="shape of the decay after the warm-up, until the run's last step"
+    lr: float = Key(1e-6, WARNED, gt=0, description="AdamW's learning rate, the maximum of the schedule")
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = Key(
+        "constant", WARNED, description="shape of the decay after the warm-up, until the run's last step"
     )
-    min_lr_ratio: float = Field(
-        0.0, ge=0, le=1, description="linear, cosine: final learning rate, as a share of lr"
+    min_lr_ratio: float = Key(
+        0.0, WARNED, ge=0, le=1, description="linear, cosine: final learning rate, as a share of lr"
     )
-    lr_warmup_steps: int = Field(
-        -1, ge=-1, description="training steps in which the rate rises from 0; 0 or -1: lr_warmup_steps_ratio"
+    lr_warmup_steps: int = Key(
+        -1,
+        WARNED,
+        ge=-1,
+        description="training steps in which the rate rises from 0; 0 or -1: lr_warmup_steps_ratio",
     )
-    lr_warmup_steps_ratio: float = Field(
-        0.0, ge=0, le=1, description="warm-up as a share of the run's training steps; 0: no warm-up"
+    lr_warmup_steps_ratio: float = Key(
+        0.0, WARNED, ge=0, le=1, description="warm-up as a share of the run's training steps; 0: no warm-up"
     )
-    weight_decay: float = Field(0.01, ge=0, description="AdamW's weight decay; 0: none")
-    betas: tuple[DecayRate, DecayRate] = Field(
-        (0.9, 0.999), description="AdamW's decay rates of the two moments"
+    weight_decay: float = Key(0.01, WARNED, ge=0, description="AdamW's weight decay; 0: none")
+    betas: tuple[DecayRate, DecayRate] = Key(
+        (0.9, 0.999), WARNED, description="AdamW's decay rates of the two moments"
     )
-    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon, added to the denominator")
+    eps: float = Key(1e-8, WARNED, gt=0, description="AdamW's epsilon, added to the denominator")
 
     @model_validator(mode="before")
     @classmethod
@@ -255,4 +286,4 @@ class OptimConfig(Config):
 
 
 class CriticOptimConfig(OptimConfig):
-    lr: float = Field(1e-5, gt=0, description="AdamW's learning rate, the maximum of the schedule")
+    lr: float = Key(1e-5, WARNED, gt=0, description="AdamW's learning rate, the maximum of the schedule")

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field, WithJsonSchema
 
 from rolemesh.catalog.role_specs import ROLES, stateless_roles
 from rolemesh.config.base import Config
+from rolemesh.config.key_facts import FREE, Key
 from rolemesh.config.yaml_file import read_yaml
 from rolemesh.errors import InvalidConfig
 
@@ -49,24 +50,28 @@ Replicas = Annotated[
 
 
 class PlacementConfig(Config):
-    strategy: str = Field(
+    strategy: str = Key(
         "standalone",
+        FREE,
         description="which roles share a device, a table in rolemesh/placements; standalone: each role has its "
         "own; "
         "custom: groups",
     )
-    groups: dict[str, list[str]] = Field({}, description="custom: the roles of each group, by its name")
-    replicas: Replicas = Field(
+    groups: dict[str, list[str]] = Key({}, FREE, description="custom: the roles of each group, by its name")
+    replicas: Replicas = Key(
         {},
+        FREE,
         description="number of processes of each stateless role, equal for all roles of a group; 1 by default",
     )
-    ranks: dict[str, Annotated[int, Field(gt=0)]] = Field(
+    ranks: dict[str, Annotated[int, Field(gt=0)]] = Key(
         {},
+        FREE,
         description="number of processes, each with a device of its own, over which the models of a group (or "
         "of a role that is alone in its group) are spread; 1 by default",
     )
-    launcher: Literal["processes", "ray"] = Field(
+    launcher: Literal["processes", "ray"] = Key(
         "processes",
+        FREE,
         description="what starts the ranks of a group that has several; ray: Ray, on this machine or in the "
         "cluster of the environment's RAY_ADDRESS",
     )

@@ -1,6 +1,6 @@
 """The section rollout: generation."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -9,6 +9,7 @@ from rolemesh.catalog.call_formats import CALL_FORMATS
 from rolemesh.catalog.engines import ENGINES, EngineSpec
 from rolemesh.catalog.tools import TOOLS
 from rolemesh.config.base import Config, LocalPath, NoEffect, name_in, options_of
+from rolemesh.config.key_facts import DERIVED, FREE, REFUSED, WARNED, Key, KeyFacts, Section
 from rolemesh.config.model import Precision
 
 # Log-probs, values and scores of a batch are computed in about this many calls: enough to overlap them with
@@ -40,13 +41,22 @@ def own_rows(memory_bytes: int, name: str = "") -> int:
 class SamplingConfig(Config):
     """Sampling of tokens. top_k is applied before top_p, both on logits / temperature."""
 
-    temperature: float = Field(1.0, ge=0, description="sampling temperature; 0: greedy")
-    top_k: int = Field(-1, ge=-1, description="sample from the k likeliest tokens; -1: from all")
-    top_p: float = Field(
-        1.0, gt=0, le=1, description="sample from the smallest set of tokens with this probability; 1: from all"
+    temperature: float = Key(
+        1.0, WARNED, read_by=("rollout",), ge=0, description="sampling temperature; 0: greedy"
     )
-    do_sample: bool = Field(True, description="sample tokens; false: greedy")
-    n: int = Field(1, gt=0, description="responses per prompt")
+    top_k: int = Key(
+        -1, WARNED, read_by=("rollout",), ge=-1, description="sample from the k likeliest tokens; -1: from all"
+    )
+    top_p: float = Key(
+        1.0,
+        WARNED,
+        read_by=("rollout",),
+        gt=0,
+        le=1,
+        description="sample from the smallest set of tokens with this probability; 1: from all",
+    )
+    do_sample: bool = Key(True, WARNED, read_by=("rollout",), description="sample tokens; false: greedy")
+    n: int = Key(1, WARNED, read_by=("reward",), gt=0, description="responses per prompt")
 
     @model_validator(mode="after")
     def _top_k_is_not_zero(self) -> "SamplingConfig":
@@ -70,7 +80,7 @@ class SamplingConfig(Config):
 
 
 class ValSamplingConfig(SamplingConfig):
-    do_sample: bool = Field(False, description="sample tokens; false: greedy")
+    do_sample: bool = Key(False, WARNED, read_by=("rollout",), description="sample tokens; false: greedy")
 
     @model_validator(mode="after")
     def _says_how_it_samples_if_it_does(self) -> "ValSamplingConfig":
@@ -94,21 +104,25 @@ class ValSamplingConfig(SamplingConfig):
 class OpenAIConfig(Config):
     """Servers for the engine openai; docs/openai-engine.md describes how to start one."""
 
-    urls: tuple[str, ...] = Field(
-        (), description="URLs of the servers, e.g. [http://10.0.0.7:8000]; all must serve the same model"
+    urls: tuple[str, ...] = Key(
+        (), FREE, description="URLs of the servers, e.g. [http://10.0.0.7:8000]; all must serve the same model"
     )
-    api: Literal["vllm", "sglang"] = Field("vllm", description="the kind of server")
-    weights_dir: LocalPath = Field(
-        "", description="a directory shared with the servers, at the same path on them"
+    api: Literal["vllm", "sglang"] = Key("vllm", FREE, description="the kind of server")
+    weights_dir: LocalPath = Key(
+        "", FREE, description="a directory shared with the servers, at the same path on them"
     )
-    api_key_env: str = Field(
-        "", description="name of the environment variable with the servers' API key; empty: no key"
+    api_key_env: str = Key(
+        "", FREE, description="name of the environment variable with the servers' API key; empty: no key"
     )
-    timeout_s: float = Field(
-        600.0, gt=0, description="deadline of a row or a load of weights, in seconds, after which it fails"
+    timeout_s: float = Key(
+        600.0,
+        FREE,
+        gt=0,
+        description="deadline of a row or a load of weights, in seconds, after which it fails",
     )
-    trust_env: bool = Field(
+    trust_env: bool = Key(
         False,
+        FREE,
         description="reach the servers through the proxy that the environment names (HTTP_PROXY, HTTPS_PROXY, "
         "ALL_PROXY, NO_PROXY); false: directly",
     )
@@ -140,147 +154,239 @@ class McpServerConfig(Config):
 
 
 class MultiTurnConfig(Config):
-    enable: bool = Field(False, description="rows may be conversations of many turns, with a role environment")
-    max_assistant_turns: int | None = Field(
-        None, gt=0, description="most turns of the policy in a conversation; null: as many as fit"
+    enable: bool = Key(
+        False,
+        WARNED,
+        read_by=("reward",),
+        description="rows may be conversations of many turns, with a role environment",
     )
-    max_user_turns: int | None = Field(
-        None, gt=0, description="most times that the environment answers; null: as many as fit"
+    max_assistant_turns: int | None = Key(
+        None, WARNED, gt=0, description="most turns of the policy in a conversation; null: as many as fit"
     )
-    max_parallel_calls: int = Field(
-        1, gt=0, description="most calls of tools in a turn; further ones are refused"
+    max_user_turns: int | None = Key(
+        None, WARNED, gt=0, description="most times that the environment answers; null: as many as fit"
     )
-    max_tool_response_length: int = Field(256, gt=0, description="most characters of a tool's answer")
-    tool_response_truncate_side: Literal["left", "middle", "right"] = Field(
+    max_parallel_calls: int = Key(
+        1,
+        WARNED,
+        read_by=("environment",),
+        gt=0,
+        description="most calls of tools in a turn; further ones are refused",
+    )
+    max_tool_response_length: int = Key(
+        256, WARNED, read_by=("environment",), gt=0, description="most characters of a tool's answer"
+    )
+    tool_response_truncate_side: Literal["left", "middle", "right"] = Key(
         "middle",
+        WARNED,
+        read_by=("environment",),
         description="which part of a longer answer of a tool is kept: left, right, or some from each side",
     )
-    format: Annotated[str, name_in(CALL_FORMATS)] = Field(
-        "hermes", description="how the policy writes calls of tools"
+    format: Annotated[str, name_in(CALL_FORMATS)] = Key(
+        "hermes", WARNED, description="how the policy writes calls of tools"
     )
-    template_rewrites: Literal["refuse", "keep", "split"] = Field(
+    template_rewrites: Literal["refuse", "keep", "split"] = Key(
         "refuse",
+        WARNED,
         description="a chat template that changes earlier turns: refuse it; keep the ids as sampled; or split "
         "the row there, and show the policy what the template makes of the whole conversation",
     )
-    tool_config_path: LocalPath | None = Field(None, description="verl's YAML file of tools")
-    interaction_config_path: LocalPath | None = Field(None, description="verl's YAML file of interactions")
-    tools: tuple[Annotated[str, name_in(TOOLS)], ...] = Field(
-        (), description="tools by name: built in, or of a plug-in"
+    tool_config_path: LocalPath | None = Key(
+        None, WARNED, read_by=("environment",), content=True, description="verl's YAML file of tools"
     )
-    mcp_servers: dict[str, McpServerConfig] = Field(
-        {}, description="servers of the Model Context Protocol by name; tool_agent offers all their tools"
+    interaction_config_path: LocalPath | None = Key(
+        None, WARNED, read_by=("environment",), content=True, description="verl's YAML file of interactions"
     )
-    call_timeout_s: float = Field(60.0, gt=0, description="seconds for one turn of an environment")
-    episode_timeout_s: float = Field(600.0, gt=0, description="seconds for a conversation, generation included")
-    on_tool_error: Literal["tell", "fail"] = Field(
-        "tell", description="a tool that raises or hangs: tell the policy, or fail the run with the row's name"
+    tools: tuple[Annotated[str, name_in(TOOLS)], ...] = Key(
+        (), WARNED, read_by=("environment",), description="tools by name: built in, or of a plug-in"
     )
-    max_attempts: int = Field(
-        3, gt=0, description="how often a conversation may begin anew because its environment was lost"
+    mcp_servers: dict[str, McpServerConfig] = Key(
+        {},
+        WARNED,
+        read_by=("environment",),
+        description="servers of the Model Context Protocol by name; tool_agent offers all their tools",
     )
-    max_episodes: int = Field(4096, gt=0, description="most open conversations of a replica of environment")
-    turn_reward_weight: float = Field(1.0, description="weight of the environment's rewards of turns")
-    episode_reward_weight: float = Field(
-        1.0, description="weight of the environment's rewards of conversations"
+    call_timeout_s: float = Key(
+        60.0, FREE, read_by=("environment",), gt=0, description="seconds for one turn of an environment"
+    )
+    episode_timeout_s: float = Key(
+        600.0,
+        FREE,
+        read_by=("environment",),
+        gt=0,
+        description="seconds for a conversation, generation included",
+    )
+    on_tool_error: Literal["tell", "fail"] = Key(
+        "tell",
+        WARNED,
+        read_by=("environment",),
+        description="a tool that raises or hangs: tell the policy, or fail the run with the row's name",
+    )
+    max_attempts: int = Key(
+        3, FREE, gt=0, description="how often a conversation may begin anew because its environment was lost"
+    )
+    max_episodes: int = Key(
+        4096,
+        FREE,
+        read_by=("environment",),
+        gt=0,
+        description="most open conversations of a replica of environment",
+    )
+    turn_reward_weight: float = Key(1.0, WARNED, description="weight of the environment's rewards of turns")
+    episode_reward_weight: float = Key(
+        1.0, WARNED, description="weight of the environment's rewards of conversations"
     )
 
 
 class ExternalConfig(Config):
     """The agent external; docs/agents.md describes its program."""
 
-    command: tuple[str, ...] = Field(
-        (), description="the program of an episode and its arguments, e.g. [node, agent.mjs]; no shell reads it"
-    )
-    pass_env: tuple[str, ...] = Field(
+    command: tuple[str, ...] = Key(
         (),
+        WARNED,
+        description="the program of an episode and its arguments, e.g. [node, agent.mjs]; no shell reads it",
+    )
+    pass_env: tuple[str, ...] = Key(
+        (),
+        FREE,
         description="environment variables that the program gets in addition to PATH, HOME, LANG and TMPDIR",
     )
-    reward_at_limit: float | None = Field(
+    reward_at_limit: float | None = Key(
         None,
+        WARNED,
         description="reward of an episode whose program fails because its conversation reached a limit; null: "
         "the run fails, with the row's name",
     )
 
 
 class AgentConfig(Config):
-    default_agent_loop: Annotated[str, name_in(AGENTS)] = Field(
-        "single_turn_agent", description="the agent of rows without agent_name"
+    default_agent_loop: Annotated[str, name_in(AGENTS)] = Key(
+        "single_turn_agent",
+        DERIVED,
+        read_by=("environment",),
+        description="the agent of rows without agent_name",
     )
-    num_workers: Annotated[int, NoEffect("one controller drives all conversations")] = Field(
-        8, gt=0, description="no effect: verl's processes that drive conversations"
+    num_workers: Annotated[int, NoEffect("one controller drives all conversations")] = Key(
+        8, FREE, gt=0, description="no effect: verl's processes that drive conversations"
     )
-    external: ExternalConfig = ExternalConfig()
+    external: ExternalConfig = Section(ExternalConfig(), read_by=("environment",))
 
 
 class RolloutConfig(SamplingConfig):
-    name: Annotated[str, name_in(ENGINES)] = Field("hf", description="the engine that generates")
-    options: Annotated[dict[str, Any], options_of(ENGINES, "name")] = Field(
-        {}, description="options of a plug-in's engine"
+    FACTS: ClassVar[dict[str, KeyFacts]] = {  # of the training's samples, where the base's are a validation's
+        **dict.fromkeys(
+            ("temperature", "top_k", "top_p"),
+            KeyFacts(REFUSED, read_by=("actor", "rollout", "reference"), counts_if="rollout.do_sample"),
+        ),
+        "do_sample": KeyFacts(REFUSED, read_by=("actor", "rollout", "reference")),
+        "n": KeyFacts(REFUSED, read_by=("actor", "critic")),
+    }
+
+    name: Annotated[str, name_in(ENGINES)] = Key(
+        "hf", WARNED, read_by=("actor", "rollout"), description="the engine that generates"
     )
-    mode: Literal["sync", "async"] = Field(
+    options: Annotated[dict[str, Any], options_of(ENGINES, "name")] = Key(
+        {}, REFUSED, read_by=("rollout",), description="options of a plug-in's engine"
+    )
+    mode: Literal["sync", "async"] = Key(
         "sync",
+        WARNED,
         description="sync: generate rows when their step needs them; async: up to trainer.max_staleness steps "
         "ahead",
     )
-    ignore_eos: bool = Field(False, description="generate data.max_response_length tokens in every response")
-    stop: tuple[str, ...] = Field(
-        (), description="texts that also end a response; their tokens are part of the response"
+    ignore_eos: bool = Key(
+        False,
+        REFUSED,
+        read_by=("rollout",),
+        description="generate data.max_response_length tokens in every response",
     )
-    prompt_length: Annotated[int | None, NoEffect("data.max_prompt_length holds everywhere")] = Field(
-        None, gt=0, description="no effect; must equal data.max_prompt_length"
+    stop: tuple[str, ...] = Key(
+        (),
+        REFUSED,
+        read_by=("rollout",),
+        description="texts that also end a response; their tokens are part of the response",
     )
-    response_length: Annotated[int | None, NoEffect("data.max_response_length holds everywhere")] = Field(
-        None, gt=0, description="no effect; must equal data.max_response_length"
+    prompt_length: Annotated[int | None, NoEffect("data.max_prompt_length holds everywhere")] = Key(
+        None, FREE, gt=0, description="no effect; must equal data.max_prompt_length"
     )
-    calculate_log_probs: Annotated[bool, NoEffect("a token always comes with its log-probability")] = Field(
-        True, description="no effect; false is refused"
+    response_length: Annotated[int | None, NoEffect("data.max_response_length holds everywhere")] = Key(
+        None, FREE, gt=0, description="no effect; must equal data.max_response_length"
     )
-    dtype: Precision = Field(
+    calculate_log_probs: Annotated[bool, NoEffect("a token always comes with its log-probability")] = Key(
+        True, FREE, description="no effect; false is refused"
+    )
+    dtype: Precision = Key(
         "auto",
+        FREE,
+        read_by=("actor", "rollout"),
         description="type in which the engine computes; auto: bfloat16 on a GPU, float32 on a CPU and on GPUs "
         "before Ampere",
     )
-    max_num_seqs: int | None = Field(
+    max_num_seqs: int | None = Key(
         None,
+        FREE,
+        read_by=("rollout",),
         ge=4,
         description="maximum number of rows decoded at once, per engine or server; null: 256, or 1024 with "
         "vLLM alone on a GPU of 70 GiB or more (except an A100)",
     )
-    seed: int = Field(42, description="seed of the rows' random streams")
-    tensor_model_parallel_size: int = Field(
-        1, gt=0, description="number of GPUs over which one replica's layers are split"
+    seed: int = Key(42, REFUSED, description="seed of the rows' random streams")
+    tensor_model_parallel_size: int = Key(
+        1,
+        FREE,
+        read_by=("rollout",),
+        gt=0,
+        description="number of GPUs over which one replica's layers are split",
     )
-    gpu_memory_utilization: float | None = Field(
+    gpu_memory_utilization: float | None = Key(
         None,
+        FREE,
+        read_by=("rollout",),
         gt=0,
         le=1,
         description="share of a GPU's memory for weights and KV cache; on a CPU, of the free RAM; null: 0.9 if "
         "the engine has the GPU alone, else 0.5",
     )
-    free_cache_engine: bool = Field(
-        True, description="release the memory while the role sleeps; false: only pause"
-    )
-    max_num_batched_tokens: int = Field(
-        8192, gt=0, description="maximum tokens of one forward pass, of prompts and decoding rows together"
-    )
-    enable_chunked_prefill: bool = Field(
-        True, description="split long prompts into chunks that are batched with decoding rows; off on a CPU"
-    )
-    enable_prefix_caching: bool = Field(True, description="share the KV cache of rows with the same prefix")
-    enforce_eager: bool = Field(
-        False, description="disable CUDA graphs and compilation; on a CPU they are always disabled"
-    )
-    load_format: Annotated[Literal["auto", "safetensors"], NoEffect("weights are read from safetensors")] = (
-        Field("auto", description="no effect: weights are always read from safetensors, never from pickles")
-    )
-    disable_log_stats: bool = Field(
+    free_cache_engine: bool = Key(
         True,
+        FREE,
+        read_by=("rollout",),
+        description="release the memory while the role sleeps; false: only pause",
+    )
+    max_num_batched_tokens: int = Key(
+        8192,
+        FREE,
+        read_by=("rollout",),
+        gt=0,
+        description="maximum tokens of one forward pass, of prompts and decoding rows together",
+    )
+    enable_chunked_prefill: bool = Key(
+        True,
+        FREE,
+        read_by=("rollout",),
+        description="split long prompts into chunks that are batched with decoding rows; off on a CPU",
+    )
+    enable_prefix_caching: bool = Key(
+        True, FREE, read_by=("rollout",), description="share the KV cache of rows with the same prefix"
+    )
+    enforce_eager: bool = Key(
+        False,
+        FREE,
+        read_by=("rollout",),
+        description="disable CUDA graphs and compilation; on a CPU they are always disabled",
+    )
+    load_format: Annotated[Literal["auto", "safetensors"], NoEffect("weights are read from safetensors")] = Key(
+        "auto", FREE, description="no effect: weights are always read from safetensors, never from pickles"
+    )
+    disable_log_stats: bool = Key(
+        True,
+        FREE,
+        read_by=("rollout",),
         description="false: vLLM logs at INFO, with its throughput and cache use every ten seconds, and its "
         "metrics are on the role's /metrics",
     )
     val_kwargs: ValSamplingConfig = ValSamplingConfig()
-    openai: OpenAIConfig = OpenAIConfig()
+    openai: OpenAIConfig = Section(OpenAIConfig(), read_by=("rollout",))
     multi_turn: MultiTurnConfig = MultiTurnConfig()
     agent: AgentConfig = AgentConfig()
 

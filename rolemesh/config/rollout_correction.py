@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from rolemesh.config.base import Config
+from rolemesh.config.key_facts import WARNED, Key
 
 # of rollout_rs: the statistic, and the estimator of the divergence. There is no seq_max_k1: k1 is signed
 CRITERIA = (
@@ -41,35 +42,46 @@ class RolloutCorrectionConfig(Config):
     """Importance weights and rejection for tokens that the engine sampled from another distribution than the
     trainer's: w = old / rollout."""
 
-    rollout_is: Literal["token", "sequence"] | None = Field(
+    rollout_is: Literal["token", "sequence"] | None = Key(
         None,
+        WARNED,
+        read_by=("critic",),
         description="multiply the policy loss by w of each token or of the whole response; null: no weights",
     )
-    rollout_is_threshold: float | str = Field(
+    rollout_is_threshold: float | str = Key(
         2.0,
+        WARNED,
+        counts_if="algorithm.rollout_correction.rollout_is",
         description="upper bound of w (truncated importance sampling); two bounds in quotes, e.g. '0.5_2.0': w "
         "is 0 "
         "outside of them (IcePop)",
     )
-    rollout_is_batch_normalize: bool = Field(
-        False, description="divide the bounded weights by their mean over the batch"
+    rollout_is_batch_normalize: bool = Key(
+        False, WARNED, description="divide the bounded weights by their mean over the batch"
     )
-    rollout_rs: str | None = Field(
+    rollout_rs: str | None = Key(
         None,
+        WARNED,
+        read_by=("critic",),
         description=f"criteria to reject tokens or responses, separated by commas: {', '.join(CRITERIA)}; "
         "null: "
         "none",
     )
-    rollout_rs_threshold: float | str | None = Field(
+    rollout_rs_threshold: float | str | None = Key(
         None,
+        WARNED,
         description="thresholds of the criteria, separated by commas, or one for all; k1: bounds of the ratio, "
         "'0.5_2.0', or 2.0 for the same; k2, k3: the maximum, in nats",
     )
-    bypass_mode: bool = Field(
-        False, description="use the engine's log-probabilities as old_log_probs; the actor computes none"
+    bypass_mode: bool = Key(
+        False,
+        WARNED,
+        read_by=("critic",),
+        description="use the engine's log-probabilities as old_log_probs; the actor computes none",
     )
-    loss_type: Literal["ppo_clip", "reinforce"] = Field(
+    loss_type: Literal["ppo_clip", "reinforce"] = Key(
         "ppo_clip",
+        WARNED,
         description="bypass_mode: the loss: ppo_clip: PPO's clip on new / rollout; reinforce: -w * A * log pi",
     )
 

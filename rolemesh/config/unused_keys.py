@@ -16,34 +16,20 @@ from rolemesh.catalog.catalog import BUILT_IN
 from rolemesh.catalog.estimators import ESTIMATORS
 from rolemesh.catalog.policy_losses import POLICY_LOSSES
 from rolemesh.config.base import Config, NoEffect, value_at
-from rolemesh.config.job_sections import JobSections
+from rolemesh.config.job_sections import KEY_FACTS, JobSections
 
 KL_CTRL = "algorithm.kl_ctrl"
 CORRECTION = "algorithm.rollout_correction"
-OVERLONG = "reward.overlong_buffer"
 OWN = "reward.custom_reward_function"
 OF_RULES = tuple(
     f"reward.{key}" for key in ("rules", "format_score", "answer_chars", "math", "sandbox.continuous")
 )
 OF_SEVERAL = {"gdpo_reward_keys"}  # of estimators' keys: the reward reads these whatever the estimator
-# Each switch, by the reason that it is off, to the keys that have no effect then.
+# Each switch, to the keys that have no effect while it is off.
 SWITCHES: dict[str, tuple[str, ...]] = {
-    "actor.use_kl_loss": ("actor.kl_loss_coef", "actor.kl_loss_type"),
-    "algorithm.use_kl_in_reward": (
-        "algorithm.kl_penalty",
-        f"{KL_CTRL}.kl_coef",
-        f"{KL_CTRL}.horizon",
-        f"{KL_CTRL}.target_kl",
-    ),
-    "algorithm.use_pf_ppo": ("algorithm.pf_ppo.reweight_method", "algorithm.pf_ppo.weight_pow"),
-    "algorithm.filter_groups.enable": ("algorithm.filter_groups.metric",),
-    f"{CORRECTION}.rollout_is": (f"{CORRECTION}.rollout_is_threshold",),
-    "actor.model.lora_rank": ("actor.model.lora_alpha", "actor.model.target_modules"),
-    "data.shuffle": ("data.seed",),
-    f"{OWN}.path": (f"{OWN}.name", f"{OWN}.reward_kwargs"),
-    "reward.reward_model.enable": ("reward.reward_model.model.path",),
-    f"{OVERLONG}.enable": (f"{OVERLONG}.len", f"{OVERLONG}.penalty_factor", f"{OVERLONG}.log"),
-    "rollout.do_sample": ("rollout.temperature", "rollout.top_k", "rollout.top_p"),
+    switch: tuple(key for key, facts in KEY_FACTS.items() if facts.counts_if == switch)
+    for switch in dict.fromkeys(facts.counts_if for facts in KEY_FACTS.values())
+    if switch
 }
 
 

@@ -1,7 +1,7 @@
 """Runs a page once with roles that compute nothing and record every call.
 
 The recording roles implement the same Protocols as workers and clients. Each checks its batch against
-`rolemesh.roles.methods`, and answers with columns of the declared shape and dtype. So a page that forgets a
+`rolemesh.methods.methods`, and answers with columns of the declared shape and dtype. So a page that forgets a
 column fails in milliseconds, before any model loads. The controller's own functions are marked with `@node`.
 """
 
@@ -23,7 +23,8 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, InvalidConfig
 from rolemesh.graph import nodes
 from rolemesh.graph.graph import Edge, Node, StepGraph
-from rolemesh.roles import Method, Metrics, Roles, methods
+from rolemesh.methods import Method, methods
+from rolemesh.roles import Metrics, Roles
 from rolemesh.v1.environment_pb2 import (
     ActRequest,
     ActResponse,

@@ -16,7 +16,6 @@ from rolemesh.batch_validation import BatchValidator
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, RoleFailed
 from rolemesh.rpc.contract import Rpc
-from rolemesh.rpc.serving.memory_budget import CallReservation
 from rolemesh.wire.carrier import ReceiveConditions
 from rolemesh.wire.header import Header
 from rolemesh.wire.limits import MAX_ANSWER_ROW_BYTES
@@ -28,7 +27,12 @@ LARGE_ROWS = 10_000  # batches of this many rows, or of LARGE_BYTES, are checked
 
 
 async def batch_of(
-    rpc: Rpc, frames: AsyncIterator[bytes], validator: BatchValidator, reservation: CallReservation
+    rpc: Rpc,
+    frames: AsyncIterator[bytes],
+    validator: BatchValidator,
+    *,
+    max_bytes: int,
+    reserve: Callable[[int], None],
 ) -> DataProto:
     """Receive the one batch of a request, and reduce it to the columns that its method declares.
 
@@ -36,26 +40,26 @@ async def batch_of(
         rpc: the method's description.
         frames: the request.
         validator: checks batches against the role's declarations.
-        reservation: accounts for the call's memory.
+        max_bytes: this process's memory for batches.
+        reserve: called with the bytes that the call holds, before they are allocated.
 
     Raises:
-        InvalidBatch: the frames are not a batch, the method does not accept it, or it exceeds the whole budget.
+        InvalidBatch: the frames are not a batch, the method does not accept it, or it exceeds max_bytes.
         RoleBusy: there is no memory for it now.
     """
 
     def check(header: Header) -> None:
         unpacked = header.unpacked_bytes
-        most = reservation.budget.total_bytes
-        if header.region_bytes + unpacked > most:
+        if header.region_bytes + unpacked > max_bytes:
             raise InvalidBatch(
                 f"a batch of {header.region_bytes} bytes that unpacks to {unpacked} more; this process has "
-                f"room for {most}. Send fewer rows at once, or give the role more memory"
+                f"room for {max_bytes}. Send fewer rows at once, or give the role more memory"
             )
         tensors = {column.name: (column.dtype, column.shape) for column in header.tensors}
         validator.check_header(rpc.name, header.message.num_rows, tensors)
 
     try:
-        batch = await receive(frames, ReceiveConditions(check=check, reserve=reservation.resize))
+        batch = await receive(frames, ReceiveConditions(check=check, reserve=reserve))
     except InvalidBatch as error:
         method = validator.methods[rpc.name]
         raise InvalidBatch(f"{method.role}.{method.name}: {error}") from error

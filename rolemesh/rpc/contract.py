@@ -74,7 +74,7 @@ class Rpc:
 
     @property
     def takes_batch(self) -> bool:
-        """True if the request is `stream Frame`: one batch, which a Method of rolemesh/roles.py declares."""
+        """True if the request is `stream Frame`: one batch, which a Method of rolemesh/methods.py declares."""
         return self.streams[0] and self.request is FRAME
 
 

@@ -4,5 +4,5 @@ box.py is the outside. It starts inside.py in a bare interpreter of its own, whi
 (landlock.py) and then forks for each program. The fork restricts itself further (seccomp.py, limits) before it
 runs the program. interpreter.py and interpreter_inside.py do the same for an interpreter that keeps its
 variables between calls. rolemesh/process_group.py ends processes with the process that started them.
-docs/rewards.md says what each layer guarantees.
+docs/reward-guarantees.md says what each layer guarantees.
 """

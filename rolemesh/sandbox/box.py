@@ -75,7 +75,7 @@ class ProgramResult:
 
 
 class Sandbox:
-    """Runs programs, one at a time, each in a process of its own without rights (docs/rewards.md).
+    """Runs programs, one at a time, each in a process of its own without rights (docs/reward-guarantees.md).
 
     The sandbox's process starts with the first program. It ends with `close`, or with the thread that started
     it.

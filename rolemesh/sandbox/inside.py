@@ -71,7 +71,7 @@ def main() -> None:
         if not message:
             return  # the other end is closed
         asked = json.loads(message)
-        if asked.get("session"):
+        if asked.get("interpreter"):
             if not interpreter_inside.forked(control, files):
                 continue
             interpreter_inside.supervise(asked, files, home, tasks, confine)

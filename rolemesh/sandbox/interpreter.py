@@ -34,8 +34,8 @@ class ProgramOutput:
     ended: str
 
 
-class Sessions:
-    """Interpreters of one sandbox, each in a process of its own without rights (docs/rewards.md).
+class Interpreters:
+    """Interpreters of one sandbox, each in a process of its own without rights (docs/reward-guarantees.md).
 
     They end with `close`, and with this process, however that ends.
     """
@@ -63,7 +63,7 @@ class Sessions:
         for file in files:  # after a truncation a write goes to the new end, not to the old position
             fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
         interpreter = Interpreter(ours, files[0], files[1], limits)
-        asked = {"session": 1, "memory_bytes": limits.memory_bytes, "output_bytes": limits.output_bytes}
+        asked = {"interpreter": 1, "memory_bytes": limits.memory_bytes, "output_bytes": limits.output_bytes}
 
         def close(_: object) -> None:
             theirs.close()

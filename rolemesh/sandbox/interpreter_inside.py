@@ -25,27 +25,27 @@ from rolemesh.process_group import die_with_parent
 
 RECURSION = 1000  # Python's own limit
 LONGEST_SLICE_S = 0.1  # seconds between two looks at the CPU time
-_sessions: set[int] = set()  # supervisors that live
+_supervisors: set[int] = set()  # process ids of those that live
 
 
-def forked(control: socket.socket, files: list[int]) -> bool:
+def forked(sandbox_socket: socket.socket, files: list[int]) -> bool:
     """Fork a supervisor. Return True in it, and False in the sandbox's process.
 
     Args:
-        control: the sandbox's own socket, which the supervisor closes.
+        sandbox_socket: the sandbox's own, which the supervisor closes.
         files: the interpreter's descriptors, which the sandbox's process closes.
     """
-    for pid in list(_sessions):
+    for pid in list(_supervisors):
         if os.waitpid(pid, os.WNOHANG)[0]:
-            _sessions.discard(pid)
+            _supervisors.discard(pid)
     parent = os.getpid()
     if pid := os.fork():
-        _sessions.add(pid)
+        _supervisors.add(pid)
         for file in files:
             os.close(file)
         return False
     die_with_parent(parent)
-    control.close()
+    sandbox_socket.close()
     return True
 
 
@@ -66,7 +66,7 @@ def supervise(
     ours, theirs = socket.socketpair()
     report, tell = os.pipe()
     supervisor = os.getpid()
-    tasks = tasks + 2 * len(_sessions)
+    tasks = tasks + 2 * len(_supervisors)
     pid = os.fork()
     if pid == 0:
         kept = (home, tell, theirs.fileno())

@@ -17,10 +17,11 @@ from rolemesh.config import JobConfig
 from rolemesh.config.model import TrainedModelConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
+from rolemesh.methods import Method
 from rolemesh.models.micro_batches import MicroBatches
 from rolemesh.models.sequence import check_sequences
 from rolemesh.ranks.ranks import Ranks
-from rolemesh.roles import Method, Metrics
+from rolemesh.roles import Metrics
 from rolemesh.training.optimizer import Optimizer
 
 # (a micro-batch, counts of its mini-batch) -> its share of the loss, and its shares of the metrics

@@ -28,7 +28,7 @@ if _version_not_supported:
 
 
 class ActorServiceStub:
-    """Columns of each method: rolemesh/roles.py.
+    """Columns of each method: rolemesh/methods.py.
     """
 
     def __init__(self, channel):
@@ -75,7 +75,7 @@ class ActorServiceStub:
 
 
 class ActorServiceServicer:
-    """Columns of each method: rolemesh/roles.py.
+    """Columns of each method: rolemesh/methods.py.
     """
 
     def ComputeLogProbs(self, request_iterator, context):
@@ -181,7 +181,7 @@ def add_ActorServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ActorService:
-    """Columns of each method: rolemesh/roles.py.
+    """Columns of each method: rolemesh/methods.py.
     """
 
     @staticmethod

@@ -27,7 +27,7 @@ if _version_not_supported:
 
 
 class CriticServiceStub:
-    """Columns of each method: rolemesh/roles.py.
+    """Columns of each method: rolemesh/methods.py.
     """
 
     def __init__(self, channel):
@@ -64,7 +64,7 @@ class CriticServiceStub:
 
 
 class CriticServiceServicer:
-    """Columns of each method: rolemesh/roles.py.
+    """Columns of each method: rolemesh/methods.py.
     """
 
     def ComputeValues(self, request_iterator, context):
@@ -140,7 +140,7 @@ def add_CriticServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CriticService:
-    """Columns of each method: rolemesh/roles.py.
+    """Columns of each method: rolemesh/methods.py.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ReferenceServiceStub:
-    """Columns of each method: rolemesh/roles.py.
+    """Columns of each method: rolemesh/methods.py.
     """
 
     def __init__(self, channel):
@@ -43,7 +43,7 @@ class ReferenceServiceStub:
 
 
 class ReferenceServiceServicer:
-    """Columns of each method: rolemesh/roles.py.
+    """Columns of each method: rolemesh/methods.py.
     """
 
     def ComputeLogProbs(self, request_iterator, context):
@@ -70,7 +70,7 @@ def add_ReferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ReferenceService:
-    """Columns of each method: rolemesh/roles.py.
+    """Columns of each method: rolemesh/methods.py.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RewardServiceStub:
-    """Columns of each method: rolemesh/roles.py.
+    """Columns of each method: rolemesh/methods.py.
     """
 
     def __init__(self, channel):
@@ -43,7 +43,7 @@ class RewardServiceStub:
 
 
 class RewardServiceServicer:
-    """Columns of each method: rolemesh/roles.py.
+    """Columns of each method: rolemesh/methods.py.
     """
 
     def ComputeScores(self, request_iterator, context):
@@ -72,7 +72,7 @@ def add_RewardServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RewardService:
-    """Columns of each method: rolemesh/roles.py.
+    """Columns of each method: rolemesh/methods.py.
     """
 
     @staticmethod

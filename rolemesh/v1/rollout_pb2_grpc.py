@@ -27,7 +27,7 @@ if _version_not_supported:
 
 
 class RolloutServiceStub:
-    """Columns of each method: rolemesh/roles.py.
+    """Columns of each method: rolemesh/methods.py.
     """
 
     def __init__(self, channel):
@@ -49,7 +49,7 @@ class RolloutServiceStub:
 
 
 class RolloutServiceServicer:
-    """Columns of each method: rolemesh/roles.py.
+    """Columns of each method: rolemesh/methods.py.
     """
 
     def Generate(self, request_iterator, context):
@@ -97,7 +97,7 @@ def add_RolloutServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RolloutService:
-    """Columns of each method: rolemesh/roles.py.
+    """Columns of each method: rolemesh/methods.py.
     """
 
     @staticmethod

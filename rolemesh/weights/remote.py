@@ -25,12 +25,12 @@ from rolemesh.v1.weights_pb2 import (
     WeightManifest,
 )
 from rolemesh.weights.manifest import check_digest, check_version, name_of, outline, read_manifest
-from rolemesh.weights.published import WeightVersion
 from rolemesh.weights.region import WeightRegion
 from rolemesh.weights.store import WeightStore
-from rolemesh.weights.striped_pull import DamagedTwice, StripedPull, StripeServerFailed
+from rolemesh.weights.striped_pull import DamagedTwice, HolderFailed, StripedPull
 from rolemesh.weights.stripes import check_holders, stripes_of
 from rolemesh.weights.weight_source import Fits
+from rolemesh.weights.weight_version import WeightVersion
 from rolemesh.wire.frame import split_frame
 
 log = logging.getLogger(__name__)
@@ -247,7 +247,7 @@ class RemoteWeights:
             try:
                 async with _Pace(holding) as pace:
                     await pull.run([each.fetch for each in sources], received.inc, pace.keep)
-            except StripeServerFailed as failure:
+            except HolderFailed as failure:
                 raise _failure(failure.error, addresses[failure.number]) from failure
             except TimeoutError as error:
                 raise _failure(error, addresses[pull.is_waiting_for]) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from rolemesh.errors import WeightsUnavailable
-from rolemesh.weights.published import Notifier, WeightVersion
+from rolemesh.weights.weight_version import Notifier, WeightVersion
 
 
 class WeightStore:

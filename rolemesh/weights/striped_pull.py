@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
-from rolemesh.weights.published import WeightVersion
 from rolemesh.weights.stripes import Stripes
+from rolemesh.weights.weight_version import WeightVersion
 
 # Streams the bytes [start, end) of a version from one holder. It yields all of them or raises.
 Fetch = Callable[[int, int], AsyncGenerator[memoryview, None]]
 
 
-class StripeServerFailed(Exception):
+class HolderFailed(Exception):
     """Raised if a holder did not send its stripes.
 
     Args:
@@ -66,7 +66,7 @@ class StripedPull:
             verified: called when more bytes are verified.
 
         Raises:
-            StripeServerFailed: a holder did not send what it has. The other streams are cut.
+            HolderFailed: a holder did not send what it has. The other streams are cut.
             DamagedTwice: a piece arrived damaged twice.
         """
         self._fetches = fetches
@@ -101,7 +101,7 @@ class StripedPull:
                 except StopAsyncIteration:
                     return
                 except Exception as error:
-                    raise StripeServerFailed(number, error) from error
+                    raise HolderFailed(number, error) from error
                 await self._write(start, data)
                 start += data.nbytes
                 self._arrived(data.nbytes)

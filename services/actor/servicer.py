@@ -14,8 +14,9 @@ from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
 from rolemesh.telemetry import metrics
 from rolemesh.v1 import actor_pb2, checkpoint_pb2
 from rolemesh.weights.manifest import check_version
-from rolemesh.weights.published import PublishedWeights, WeightVersion
+from rolemesh.weights.published import PublishedWeights
 from rolemesh.weights.store import WeightStore
+from rolemesh.weights.weight_version import WeightVersion
 
 
 class ActorServicer(TrainedServicer, ActorServiceBase):

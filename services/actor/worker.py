@@ -18,6 +18,7 @@ from rolemesh.config.actor import ActorConfig
 from rolemesh.config.model import FsdpConfig, ModelConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import Unsupported
+from rolemesh.methods import methods
 from rolemesh.models.distribution import TokenStats
 from rolemesh.models.heads import VocabularyHead
 from rolemesh.models.loading import load_tokenizer, named_weights, vocabulary_of, with_dtype
@@ -30,7 +31,7 @@ from rolemesh.models.supported import check_positions
 from rolemesh.ranks.collective_errors import on_first
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.ulysses import check_heads
-from rolemesh.roles import Metrics, methods
+from rolemesh.roles import Metrics
 from rolemesh.services.actor.objective import check_policy_loss, choose_tokens, policy_objective
 from rolemesh.services.actor.publishing import published_dtype
 from rolemesh.training.checkpoint import WriteModel

@@ -13,6 +13,7 @@ from rolemesh.batch_validation import BatchValidator
 from rolemesh.config import JobConfig
 from rolemesh.config.actor import CriticConfig
 from rolemesh.dataproto import DataProto
+from rolemesh.methods import methods
 from rolemesh.models.heads import ScoreModel
 from rolemesh.models.loading import named_weights, vocabulary_of, with_dtype
 from rolemesh.models.micro_batches import MicroBatches
@@ -21,7 +22,7 @@ from rolemesh.models.sequence import check_sequences, loss_columns, merge_micro_
 from rolemesh.models.sharded import load_score_model, read_score_model
 from rolemesh.models.supported import check_positions
 from rolemesh.ranks.ulysses import check_heads
-from rolemesh.roles import Metrics, methods
+from rolemesh.roles import Metrics
 from rolemesh.training.checkpoint import WriteModel
 from rolemesh.training.update_loop import Schedule, checkpoint_activations, update
 from rolemesh.workers.commands import ShardedBatch, on_all_ranks

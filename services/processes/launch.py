@@ -25,19 +25,18 @@ from rolemesh.planner.device_specs import available_memory
 from rolemesh.planner.memory import role_shapes
 from rolemesh.rpc.serving.server import serve_metrics
 from rolemesh.services.controller.display.summary import Summary
-from rolemesh.services.controller.main import (
-    StopOnSignal,
-    checked_run,
-    drive,
-    warn_of_idle_keys,
+from rolemesh.services.controller.job_warnings import (
     warn_of_no_checkpoint,
     warn_of_stale_rows,
+    warn_of_unused_keys,
 )
+from rolemesh.services.controller.main import checked_run, drive
 from rolemesh.services.controller.run.checkpoints import Checkpoints
 from rolemesh.services.controller.run.decision import start_of
 from rolemesh.services.controller.run.durably import write_durably
 from rolemesh.services.controller.run.loop import Run
 from rolemesh.services.controller.run.run_dir import held
+from rolemesh.services.controller.stop_on_signal import StopOnSignal
 from rolemesh.services.processes.role_processes import (
     RoleProcesses,
     gpus_by_process,
@@ -98,7 +97,7 @@ async def _launch(job: JobConfig, run: Run, scraped: str) -> Summary:
     check_memory(job, job.roles)
     # Log through the display's console: another writer would garble the live lines.
     log_to(run.display.console)
-    warn_of_idle_keys(job)
+    warn_of_unused_keys(job)
     warn_of_stale_rows(job)
     warn_of_no_checkpoint(job)
     with StopOnSignal(run) as stop, held(job.run_dir):

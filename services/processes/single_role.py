@@ -9,7 +9,7 @@ from rich.console import Console
 
 from rolemesh.config import JobConfig
 from rolemesh.rpc.calling.clients import RoleClient
-from rolemesh.services.controller.main import new_client, until_ready
+from rolemesh.services.controller.role_clients import new_client, until_ready
 from rolemesh.services.processes.launch import beside, check_engine, check_memory, check_models, log_to
 from rolemesh.services.processes.role_processes import RoleProcesses, role_processes
 from rolemesh.wire.allocator import tune

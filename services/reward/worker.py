@@ -15,8 +15,8 @@ from rolemesh.config import JobConfig
 from rolemesh.data.texts import ResponseTexts
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, RewardFailed
+from rolemesh.methods import methods
 from rolemesh.models.loading import load_tokenizer, vocabulary_in
-from rolemesh.roles import methods
 from rolemesh.rules.sources import UnknownDataSource, rule_of
 from rolemesh.services.reward.functions import QUICK
 from rolemesh.services.reward.overlong import overlong_penalty

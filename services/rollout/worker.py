@@ -12,7 +12,7 @@ from rolemesh.batch_validation import BatchValidator
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, InvalidConfig, RolemeshError
-from rolemesh.roles import methods
+from rolemesh.methods import methods
 from rolemesh.services.rollout.engines import Engine, load_engine
 from rolemesh.services.rollout.engines.fitting import check_fit
 from rolemesh.services.rollout.engines.token_rows import check_turns

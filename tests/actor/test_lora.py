@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
 from rolemesh.errors import CheckpointFailed, Unsupported
+from rolemesh.methods import methods
 from rolemesh.models.loading import load_causal_lm, named_weights
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.ranks.ranks import Ranks
-from rolemesh.roles import methods
 from rolemesh.rpc.calling.clients import ActorClient, ReferenceClient
 from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
 from rolemesh.weights.published import PublishedWeights
@@ -167,7 +167,7 @@ async def test_a_resumed_adapter_ends_as_an_unbroken_one_does(tiny_model: Path, 
 async def test_the_copy_is_written_even_if_the_model_changes_meanwhile(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    """A checkpoint is written while other roles compute, and a model that shares the device is then parked."""
+    """A checkpoint is written while other roles compute; a model that shares the device is then offloaded."""
     await saved(ActorWorker(lora_job(tiny_model)), tmp_path / "saved")
     adapter = ActorWorker(lora_job(tiny_model)).adapter
     assert adapter is not None

@@ -23,8 +23,9 @@ from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import EnvironmentFailed
 from rolemesh.forwarding import Forwarding
+from rolemesh.methods import methods
 from rolemesh.models.loading import load_tokenizer
-from rolemesh.roles import Environment, Rollout, methods
+from rolemesh.roles import Environment, Rollout
 from rolemesh.rpc.calling.episodes import EnvironmentClient
 from rolemesh.services.rollout.worker import RolloutWorker
 

@@ -20,7 +20,7 @@ def test_the_rules_score_every_generated_response_as_it_was_made() -> None:
 
 
 def test_the_page_has_the_numbers_of_the_results() -> None:
-    results, page = json.loads(RESULTS.read_text()), (ROOT / "docs/rewards.md").read_text()
+    results, page = json.loads(RESULTS.read_text()), (ROOT / "docs/reward-guarantees.md").read_text()
     for answers, by_rule in results.items():
         for rule, kinds in by_rule.items():
             cells = [

@@ -27,10 +27,10 @@ def test_parts_that_need_no_gpu_pass_on_a_cpu(tmp_path: Path, monkeypatch: pytes
 
     compared = correctness.log_probs("cpu", room("compared"))
     assert compared["float32 packed values"]["max"] < 1e-6
-    parked = memory.parking("cpu", room("parked"))
-    assert parked["actor"]["moved_bytes"] > parked["actor"]["planned_bytes"] > 0
+    offloaded = memory.offloading("cpu", room("offloaded"))
+    assert offloaded["actor"]["moved_bytes"] > offloaded["actor"]["planned_bytes"] > 0
     handed = speed.handover("cpu", room("handed"))
-    assert handed["bytes"] == parked["actor"]["planned_bytes"] // 3
+    assert handed["bytes"] == offloaded["actor"]["planned_bytes"] // 3
     assert handed["copies"].keys() == {"pageable", "pinned", "write", "publish"}
     with device_prepared(["actor", "rollout"], make_job({"trainer": {"device": "cpu"}})):  # restored afterwards
         assert correctness.twice("cpu", room("twice"))["as it runs"]["weights_equal"]

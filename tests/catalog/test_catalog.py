@@ -27,14 +27,14 @@ from rolemesh.config.job import make_job
 from rolemesh.config.yaml_file import check_written, parse_yaml
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig
+from rolemesh.methods import Method, methods
 from rolemesh.planner.cost import role_seconds
 from rolemesh.planner.device_specs import GPUS
 from rolemesh.planner.memory import role_memory, role_shapes
 from rolemesh.planner.plan import Cluster, Planner
-from rolemesh.roles import Method, methods
 from rolemesh.rpc.calling.clients import RoleClient
-from rolemesh.services.controller.main import new_client
 from rolemesh.services.controller.pages.choice import record_step
+from rolemesh.services.controller.role_clients import new_client
 from rolemesh.services.controller.stages.advantage_estimation import compute_advantages
 from rolemesh.services.processes.serve import group_server, load_group
 from rolemesh.services.reward.servicer import RewardServicer
@@ -316,7 +316,7 @@ class JudgeClient(RoleClient):
 
 
 def judge_methods(job: Any) -> list[Method]:
-    from rolemesh.roles import reward_methods
+    from rolemesh.methods import reward_methods
 
     return [dataclasses.replace(method, role="judge") for method in reward_methods(job)]
 

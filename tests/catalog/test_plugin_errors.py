@@ -21,8 +21,8 @@ from rolemesh.config.job import make_job
 from rolemesh.data.row_source import load_rows
 from rolemesh.errors import InvalidBatch, InvalidConfig, RewardFailed, RoleFailed, RolemeshError
 from rolemesh.services.actor.objective import check_policy_loss
-from rolemesh.services.controller.main import new_client
 from rolemesh.services.controller.pages.choice import record_step
+from rolemesh.services.controller.role_clients import new_client
 from rolemesh.services.controller.stages.dynamic_sampling import SearchStopped
 from rolemesh.services.reward.scoring_process import scorer_of
 from rolemesh.services.rollout.worker import RolloutWorker

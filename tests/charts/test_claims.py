@@ -116,7 +116,7 @@ def test_a_path_that_only_begins_like_a_claims_brings_nothing() -> None:
     [
         {"rewardFunction": {"writes": True}},
         {"job": {"trainer": {"profile_steps": [2]}}},
-        {"placement": {"strategy": "hybrid"}},  # roles that take turns park their weights there
+        {"placement": {"strategy": "hybrid"}},  # roles that take turns offload their weights there
     ],
 )
 def test_reward_pods_write_to_the_workspace_if_the_job_says_so(values: Object) -> None:

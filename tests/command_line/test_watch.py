@@ -19,8 +19,8 @@ from server_addresses import reserved_port
 from serving import reward_job, served
 
 from rolemesh.errors import RolemeshError, RoleTimeout, RoleUnavailable
+from rolemesh.methods import methods
 from rolemesh.models.loading import load_tokenizer
-from rolemesh.roles import methods
 from rolemesh.rpc.calling.clients import RewardClient
 from rolemesh.rpc.calling.replica import MAX_WHY
 from rolemesh.rpc.serving.server import RoleServer

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from key_readers import ROOT, Sources, keys
 from launched import rolemesh as command
+from pydantic import Field
 
 from rolemesh.catalog.estimators import ESTIMATORS
 from rolemesh.catalog.policy_losses import POLICY_LOSSES
@@ -23,9 +23,11 @@ from rolemesh.config.actor import ActorConfig, PolicyLossConfig
 from rolemesh.config.algorithm import AlgorithmConfig
 from rolemesh.config.base import NoEffect
 from rolemesh.config.job import make_job
+from rolemesh.config.job_sections import KEY_FACTS
+from rolemesh.config.key_facts import FREE, KeyFacts, key_facts
 from rolemesh.config.rollout import RolloutConfig
 from rolemesh.config.unused_keys import SWITCHES
-from rolemesh.services.controller.main import warn_of_idle_keys
+from rolemesh.services.controller.job_warnings import warn_of_unused_keys
 from rolemesh.services.rollout.engines.vllm.engine_args import ENGINE
 
 # Keys that code takes by name from a table: by getattr.
@@ -45,14 +47,15 @@ def has_no_effect(section: type[Config], name: str) -> bool:
 
 
 def effective(readers: set[str]) -> set[str]:
-    idle = (
+    unused = (
         "rolemesh/checks/",
         "rolemesh/planner/",
         "rolemesh/config/cross_checks.py",
         "rolemesh/config/unused_keys.py",
         "services/command_line/plan_command.py",
+        "services/controller/run/resume_compat.py",
     )
-    return {reader for reader in readers if not reader.startswith(idle) and "settings_to_keep" not in reader}
+    return {reader for reader in readers if not reader.startswith(unused)}
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +117,7 @@ OWNER = ("the role whose section has the key",)
 LIKE_OTHERS = re.compile(r"(critic|reference)\.|.*\.(model|fsdp_config|optim)\.")
 # Which roles run the code of "READER reads KEY"; the first pattern that fits counts.
 RUNS: dict[str, tuple[str, ...]] = {
-    **{f"rolemesh/roles.py: {role}_methods reads *": (role,) for role in ROLES},
+    **{f"rolemesh/methods.py: {role}_methods reads *": (role,) for role in ROLES},
     # Others read the parameters of training, by the same base class.
     "rolemesh/* reads rollout.val_kwargs.*": ("rollout",),
     "services/actor/* reads rollout.val_kwargs.*": ("rollout",),
@@ -131,9 +134,9 @@ RUNS: dict[str, tuple[str, ...]] = {
     "services/processes/serve.py: *": ALL,
     **dict.fromkeys(("services/controller/*", "services/command_line/*", "services/processes/*"), ()),
     "rolemesh/python_interface.py: *": (),
-    "rolemesh/roles.py: _kept *": ("actor", "rollout", "reference"),
-    "rolemesh/roles.py: methods reads data.*": tuple(role for role in ROLES if role != "environment"),
-    "rolemesh/roles.py: methods *": (),  # sizes of columns, which the functions above name
+    "rolemesh/methods.py: _kept *": ("actor", "rollout", "reference"),
+    "rolemesh/methods.py: methods reads data.*": tuple(role for role in ROLES if role != "environment"),
+    "rolemesh/methods.py: methods *": (),  # sizes of columns, which the functions above name
     "rolemesh/roles.py: Roles.of *": (),
     "rolemesh/algos/kl.py: KLController.*": (),
     **dict.fromkeys(("rolemesh/algos/learning_rate.py: *", "rolemesh/training/optimizer.py: *"), OWNER),
@@ -171,7 +174,7 @@ def running(reader: str, key: str) -> set[str]:
 
 
 def test_a_role_declares_exactly_the_keys_that_its_code_reads(sources: Sources) -> None:
-    """RoleSpec.reads, of which its fingerprint is made. Of its own section a role may declare all."""
+    """Its fingerprint is made of these. Of its own section a role may declare all."""
     needed: dict[str, set[str]] = {role: set() for role in ROLES}
     for key, section, name in keys(JobConfig):
         for reader in sources.readers(section, name):
@@ -184,17 +187,24 @@ def test_a_role_declares_exactly_the_keys_that_its_code_reads(sources: Sources) 
         follows = spec.model_key != "actor.model" and spec.model_key.partition(".")[0] == role
         if follows and role != "reward":  # its own key has the actor's value then
             needed[role] -= {f"actor.model.{name}" for name in ("path", "revision", "trust_remote_code")}
-        declared = {key for key, _, _ in keys(JobConfig) if is_declared(key, spec.reads)}
+        reads = tuple(f"{key}." for key, facts in KEY_FACTS.items() if role in facts.read_by)
+        declared = {key for key, _, _ in keys(JobConfig) if f"{key}.".startswith(reads)}
         assert needed[role] - declared - {*NOT_COMPARED} == set(), role
         in_a_table = {key for key, section, name in keys(JobConfig) if name in TABLES.get(section, ())}
         own = {key for key in declared if key.partition(".")[0] == role}
         assert declared - needed[role] - own - in_a_table == set(), role
-        assert all(any(is_declared(key, [read]) for key, _, _ in keys(JobConfig)) for read in spec.reads)
-        assert {*spec.reads_files} <= declared
+    assert all(facts.read_by for facts in KEY_FACTS.values() if facts.content)
 
 
-def is_declared(key: str, reads: Iterable[str]) -> bool:
-    return any(f"{key}.".startswith(f"{read}.") for read in reads)
+class Undeclared(Config):
+    momentum: float = Field(0.9)
+
+
+def test_a_key_without_facts_does_not_load() -> None:
+    with pytest.raises(TypeError, match=r"key actor\.optim\.momentum has no facts"):
+        key_facts(Undeclared, "actor.optim.")
+    with pytest.raises(ValueError, match="read_by names judge; roles are actor, rollout"):
+        KeyFacts(FREE, read_by=("actor", "judge"))
 
 
 NAMED = {
@@ -244,7 +254,7 @@ def test_a_key_without_effect_is_warned_of_only_if_it_is_set(
 ) -> None:
     def warnings(*overrides: str) -> list[str]:
         caplog.clear()
-        warn_of_idle_keys(make_job(parse_overrides(overrides)))
+        warn_of_unused_keys(make_job(parse_overrides(overrides)))
         return [record.getMessage() for record in caplog.records]
 
     assert warnings() == []
@@ -258,16 +268,16 @@ def test_a_key_without_effect_is_warned_of_only_if_it_is_set(
 def test_beside_an_adapter_no_key_of_the_reference_has_an_effect() -> None:
     adapter = ("actor.model.lora_rank=8", "algorithm.use_kl_in_reward=true")
     rows = "reference.log_prob_micro_batch_size_per_gpu=4"
-    assert not [idle for idle in make_job(parse_overrides([rows])).idle_keys() if idle.is_set]
-    idle_keys = make_job(parse_overrides([rows, *adapter])).idle_keys()
-    assert [idle.key for idle in idle_keys if idle.is_set] == [rows.partition("=")[0]]
+    assert not [unused for unused in make_job(parse_overrides([rows])).unused_keys() if unused.is_set]
+    unused_keys = make_job(parse_overrides([rows, *adapter])).unused_keys()
+    assert [unused.key for unused in unused_keys if unused.is_set] == [rows.partition("=")[0]]
     reference = {key for key, _, _ in keys(JobConfig) if key.startswith("reference.")}
-    assert reference <= {idle.key for idle in idle_keys}
+    assert reference <= {unused.key for unused in unused_keys}
 
 
 def test_a_key_that_another_one_overrules_is_warned_of() -> None:
     def warned(*overrides: str) -> list[str]:
-        return [idle.key for idle in make_job(parse_overrides(overrides)).idle_keys() if idle.is_set]
+        return [unused.key for unused in make_job(parse_overrides(overrides)).unused_keys() if unused.is_set]
 
     where = "trainer.resume_from_path=runs/global_step_3"
     assert warned(where) == ["trainer.resume_from_path"]
@@ -281,8 +291,8 @@ def test_a_switched_off_value_is_warned_of_and_a_default_is_not() -> None:
     """Another key switches the value off."""
 
     def warned(*overrides: str) -> dict[str, str]:
-        idle_keys = make_job(parse_overrides(overrides)).idle_keys()
-        return {idle.key: idle.reason for idle in idle_keys if idle.is_set}
+        unused_keys = make_job(parse_overrides(overrides)).unused_keys()
+        return {unused.key: unused.reason for unused in unused_keys if unused.is_set}
 
     for switch, keys_ in SWITCHES.items():
         for key in keys_:
@@ -370,8 +380,8 @@ def test_limits_of_what_does_not_happen_are_warned_of() -> None:
     """Of cuts, of the tokens of a pass, and of the number of checkpoints."""
 
     def warned(*overrides: str) -> dict[str, str]:
-        idle_keys = make_job(parse_overrides(overrides)).idle_keys()
-        return {idle.key: idle.reason for idle in idle_keys if idle.is_set}
+        unused_keys = make_job(parse_overrides(overrides)).unused_keys()
+        return {unused.key: unused.reason for unused in unused_keys if unused.is_set}
 
     cut, left_out = "data.truncation=left", "data.filter_overlong_prompts=true"
     assert warned(cut) == warned(left_out, "data.truncation=error") == {}
@@ -407,7 +417,7 @@ def test_the_resolved_job_file_begins_with_the_same_warnings(tmp_path: Path) -> 
         (tmp_path / "config.yaml").write_text(job.to_yaml())
         again = load_job(tmp_path / "config.yaml")
         assert again == job
-        set_keys = [[idle.key for idle in either.idle_keys() if idle.is_set] for either in (job, again)]
+        set_keys = [[unused.key for unused in either.unused_keys() if unused.is_set] for either in (job, again)]
         assert set_keys[0] == set_keys[1]
 
 

@@ -14,7 +14,8 @@ from serving import served
 
 from rolemesh.config.job import make_job
 from rolemesh.errors import InvalidConfig, ModelNotFound, NotPermitted, RolemeshError, RoleTaken
-from rolemesh.services.controller.main import checked_run, control, warn_of_no_checkpoint
+from rolemesh.services.controller.job_warnings import warn_of_no_checkpoint
+from rolemesh.services.controller.main import checked_run, control
 from rolemesh.services.controller.main import train as train_over_grpc
 from rolemesh.services.controller.run.run_dir import held, read_metrics
 from rolemesh.services.controller.service.controller_server import serving

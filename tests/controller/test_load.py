@@ -19,7 +19,7 @@ from membership import Listed, until
 from serving import gate, reward_batch, reward_job, served
 
 from rolemesh.errors import CheckpointFailed
-from rolemesh.roles import methods
+from rolemesh.methods import methods
 from rolemesh.rpc import tls
 from rolemesh.rpc.calling.clients import RewardClient
 from rolemesh.rpc.calling.pending import PendingRows

@@ -17,7 +17,8 @@ from rolemesh.config.actor import ActorConfig
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import CheckpointFailed, RoleUnavailable
-from rolemesh.roles import Roles, methods
+from rolemesh.methods import methods
+from rolemesh.roles import Roles
 from rolemesh.rpc.calling.clients import ActorClient, RewardClient, RolloutClient
 from rolemesh.services.controller.display.curves import draw_curves, panels_of
 from rolemesh.services.controller.display.progress import line_of

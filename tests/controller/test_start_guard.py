@@ -14,7 +14,8 @@ from test_scale_down import in_pod, patched
 
 from rolemesh.errors import InvalidConfig
 from rolemesh.services.command_line.app import app
-from rolemesh.services.controller.run.attempts import SIZE, NoProgress
+from rolemesh.services.controller.run.attempts import NoProgress
+from rolemesh.services.controller.run.attempts_file import SIZE
 from rolemesh.services.controller.scale_down import workloads
 from rolemesh.services.controller.start_guard import start_guard
 

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from in_process import small_job
 
-from rolemesh.services.controller.main import StopOnSignal, new_run
+from rolemesh.services.controller.main import new_run
 from rolemesh.services.controller.service.status import State
+from rolemesh.services.controller.stop_on_signal import StopOnSignal
 
 
 def unread_pipe() -> io.TextIOWrapper:

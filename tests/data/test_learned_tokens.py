@@ -137,7 +137,7 @@ def test_a_final_special_token_does_not_replace_the_end_token() -> None:
 
 
 def test_an_answer_after_a_special_token_needs_no_end() -> None:
-    """It is learned, though no token ends it.|No token ends it."""
+    """No token ends it."""
     tokenizer = tokenizer_with(NEXT_ROLE, "</think>")
     talk = [ASK, {"role": "assistant", "content": "so</think>5"}]
     assert learned(tokenizer, talk) == ["so</think>5"]

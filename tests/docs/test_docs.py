@@ -27,7 +27,7 @@ from rolemesh.services.command_line.app import app
 
 ROOT = Path(__file__).parents[2]
 DOCS = [
-    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")),
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "AGENTS", "SECURITY")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 
@@ -51,7 +51,7 @@ NO_TEXT = (".png", ".lock", ".pyc", ".tgz", ".safetensors", ".binpb")
 @cache
 def texts() -> dict[Path, str]:
     """Every text file of the repository, relative to its root; results of benchmarks apart."""
-    found = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+    found = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md", "SECURITY.md")]
     found += [ROOT / name for name in ("Makefile", "Dockerfile", "pyproject.toml")]
     found += [path for room in ROOMS for path in sorted((ROOT / room).rglob("*")) if path.is_file()]
     # Other processes write bytecode meanwhile.

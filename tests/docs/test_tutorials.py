@@ -72,7 +72,7 @@ def test_the_job_of_the_reward_tutorial_loads_on_the_demos(tmp_path: Path) -> No
 
 def test_the_job_of_the_verl_tutorial_loads_without_a_warning() -> None:
     job = make_job(yaml.safe_load(blocks("from-verl", "yaml")[0]))
-    assert [idle.key for idle in job.idle_keys() if idle.is_set] == []
+    assert [unused.key for unused in job.unused_keys() if unused.is_set] == []
 
 
 def test_the_verl_tutorials_job_has_the_values_of_verls_command() -> None:

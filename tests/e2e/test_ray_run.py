@@ -163,7 +163,7 @@ def test_ranks_without_room_in_ray_name_the_request_and_the_room() -> None:
                     await cluster.reserve("actor", 3, 0, 1)
                 except RoleUnavailable as error:
                     print(error)
-                print(len(await cluster.reserve("actor", 2, 0, 60)), "seats")
+                print(len(await cluster.reserve("actor", 2, 0, 60)), "slots")
 
         asyncio.run(main())
     """
@@ -175,7 +175,7 @@ def test_ranks_without_room_in_ray_name_the_request_and_the_room() -> None:
         "Ray had no room for 3 ranks of actor, each with CPU 1, GPU 0, and the first on 127.0.0.1, within 1 s. "
         "The cluster has 127.0.0.1 (CPU 2, GPU 0); free: CPU 2, GPU 0. Lower placement.ranks"
     )
-    assert reserved == "2 seats"
+    assert reserved == "2 slots"
 
 
 @contextmanager

@@ -28,7 +28,8 @@ from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig, RolemeshError, RoleUnavailable
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.services.command_line.controller_client import follow
-from rolemesh.services.controller.main import drive, new_client, until_ready
+from rolemesh.services.controller.main import drive
+from rolemesh.services.controller.role_clients import new_client, until_ready
 from rolemesh.services.controller.run.loop import Run
 from rolemesh.services.processes import fork_server
 from rolemesh.services.processes.launch import beside, check_engine

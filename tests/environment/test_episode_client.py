@@ -20,7 +20,7 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from serving import serve_process, served
 
 from rolemesh.errors import EnvironmentFailed, EpisodeLost, RoleBusy, RoleFailed, UnknownAgent
-from rolemesh.roles import methods
+from rolemesh.methods import methods
 from rolemesh.rpc.calling import episodes
 from rolemesh.rpc.calling.episodes import EnvironmentClient
 from rolemesh.rpc.contract import ENVIRONMENT, rpcs

@@ -25,7 +25,7 @@ from rolemesh.errors import (
     RoleBusy,
     UnknownAgent,
 )
-from rolemesh.roles import methods
+from rolemesh.methods import methods
 from rolemesh.rpc.calling.episodes import EnvironmentClient
 from rolemesh.rpc.contract import ENVIRONMENT
 from rolemesh.services.environment import worker as worker_module

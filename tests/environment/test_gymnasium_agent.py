@@ -14,7 +14,7 @@ from serving import served
 
 from rolemesh.catalog.plugin_imports import forget
 from rolemesh.errors import EnvironmentFailed, InvalidData
-from rolemesh.roles import methods
+from rolemesh.methods import methods
 from rolemesh.rpc.calling.episodes import EnvironmentClient
 
 PLUGIN = '''

@@ -23,7 +23,7 @@ from tool_plugins import agent, opened
 
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.errors import InvalidConfig
-from rolemesh.roles import methods
+from rolemesh.methods import methods
 from rolemesh.rpc.calling.episodes import EnvironmentClient
 from rolemesh.services.environment.agents import tool_agent
 from rolemesh.services.environment.agents.tool_agent import ToolAgent

@@ -21,8 +21,8 @@ from test_episodes import until
 from rolemesh.catalog.plugin_imports import forget
 from rolemesh.config import JobConfig
 from rolemesh.errors import EnvironmentFailed, InvalidConfig
+from rolemesh.methods import methods
 from rolemesh.process_group import group_that_dies_with_me
-from rolemesh.roles import methods
 from rolemesh.rpc.calling.episodes import EnvironmentClient
 from rolemesh.services.environment import episode
 from rolemesh.services.environment.agents import external

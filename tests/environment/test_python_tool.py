@@ -17,7 +17,7 @@ from environments import calling, closing, job_with, opening, turn
 from serving import serve_process
 from tool_plugins import agent, opened
 
-from rolemesh.roles import methods
+from rolemesh.methods import methods
 from rolemesh.rpc.calling.episodes import EnvironmentClient
 
 LIMITS = {"reward": {"sandbox": {"timeout_s": 2, "memory_limit_mb": 256}}}

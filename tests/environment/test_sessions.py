@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from rolemesh.sandbox.box import ProgramLimits, Sandbox
-from rolemesh.sandbox.interpreter import Sessions
+from rolemesh.sandbox.interpreter import Interpreters
 
 # It answers for itself, several thousand times, and reads no call any more.
 ANSWERS_ITSELF = """
@@ -24,15 +24,15 @@ while True: pass
 
 async def test_an_interpreter_that_answers_without_reading_is_ended() -> None:
     """It answers calls by itself before it reads them."""
-    sessions = Sessions()
-    session = await sessions.open(ProgramLimits(cpu_s=60, wall_s=600.0))
-    said = await session.run(ANSWERS_ITSELF)
+    interpreters = Interpreters()
+    interpreter = await interpreters.open(ProgramLimits(cpu_s=60, wall_s=600.0))
+    said = await interpreter.run(ANSWERS_ITSELF)
     async with asyncio.timeout(60):
         while not said.ended:
-            said = await session.run("print(1)")
+            said = await interpreter.run("print(1)")
     assert said.ended == "it was ended by SIGKILL"
-    session.close()
-    sessions.close()
+    interpreter.close()
+    interpreters.close()
 
 
 class SlowToStart(Sandbox):
@@ -49,23 +49,23 @@ class SlowToStart(Sandbox):
 
 
 async def test_a_cancelled_opening_leaves_the_next_one_its_own_files() -> None:
-    """It is cancelled while it is sent.|The next opening gets its own files."""
+    """It is cancelled while it is sent; the next opening gets its own files."""
     gc.collect()  # what earlier tests left is closed now
     open_files = {*os.listdir("/proc/self/fd")}
-    sessions, sandbox = Sessions(), SlowToStart()
-    sessions._sandbox = sandbox
-    first = asyncio.create_task(sessions.open(ProgramLimits()))
+    interpreters, sandbox = Interpreters(), SlowToStart()
+    interpreters._sandbox = sandbox
+    first = asyncio.create_task(interpreters.open(ProgramLimits()))
     await asyncio.to_thread(sandbox.begun.wait)
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
         await first
-    second = asyncio.create_task(sessions.open(ProgramLimits()))
+    second = asyncio.create_task(interpreters.open(ProgramLimits()))
     await asyncio.sleep(0)  # it takes the lowest free descriptors
     sandbox.may_start.set()
-    session = await second
-    assert (await session.run("x = 1")).ended == ""
+    interpreter = await second
+    assert (await interpreter.run("x = 1")).ended == ""
     for number in range(1, 9):
-        assert (await session.run("x += 1; x")).output == f"{number + 1}\n"
-    session.close()
-    sessions.close()
+        assert (await interpreter.run("x += 1; x")).output == f"{number + 1}\n"
+    interpreter.close()
+    interpreters.close()
     assert {*os.listdir("/proc/self/fd")} <= open_files

@@ -59,7 +59,7 @@ def test_every_folder_is_in_the_readme_and_in_make_examples() -> None:
 def test_a_job_file_loads_without_warning_and_records_its_step(name: str) -> None:
     job = load_job("tiny.yaml", [f"{name}/job.yaml"])
     assert job.trainer.experiment_name == name
-    assert [idle.key for idle in job.idle_keys() if idle.is_set] == []
+    assert [unused.key for unused in job.unused_keys() if unused.is_set] == []
     assert "actor.update" in record_step(job).to_text()
 
 

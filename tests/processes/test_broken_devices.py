@@ -24,7 +24,7 @@ from rolemesh.catalog.plugin_imports import forget
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
 from rolemesh.errors import RoleFailed, RoleUnavailable, Unsupported
-from rolemesh.roles import methods
+from rolemesh.methods import methods
 from rolemesh.rpc.calling.clients import ActorClient
 from rolemesh.services.processes.role_processes import RoleProcess, RoleProcesses
 from rolemesh.services.processes.shutdown import LOG_FLUSH_S

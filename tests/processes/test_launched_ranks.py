@@ -15,9 +15,9 @@ from serving import serve_process
 from rolemesh.config.job import make_job
 from rolemesh.cpus import usable_cpus
 from rolemesh.errors import InvalidConfig, RoleTaken, RoleUnavailable
-from rolemesh.roles import methods
+from rolemesh.methods import methods
 from rolemesh.rpc.calling.clients import ActorClient
-from rolemesh.services.controller.main import new_client
+from rolemesh.services.controller.role_clients import new_client
 from rolemesh.services.controller.run.run_dir import new_term
 from rolemesh.services.processes import fork_server
 from rolemesh.services.processes.environments import role_environment

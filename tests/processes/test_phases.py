@@ -22,7 +22,7 @@ from sequences import sequence_batch
 
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.errors import RoleUnavailable
-from rolemesh.roles import methods
+from rolemesh.methods import methods
 from rolemesh.rpc.calling.clients import ActorClient, ReferenceClient
 from rolemesh.services.actor.worker import ActorWorker
 from rolemesh.training import checkpoint

@@ -18,7 +18,7 @@ from ranked import DRILL, DrillClient, Group, drill_job, group
 
 from rolemesh.catalog.role_specs import ROLES
 from rolemesh.errors import RolemeshError, RoleUnavailable, UpdateFailed
-from rolemesh.roles import methods
+from rolemesh.methods import methods
 from rolemesh.rpc.calling.replica import Replica
 from rolemesh.services.processes.shutdown import LOG_FLUSH_S, ORPHAN_DRAIN_S
 from rolemesh.telemetry import timeline

@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from serving import gate, reward_batch, reward_job, serve_process, served
 
 from rolemesh.errors import InvalidConfig, RoleUnavailable
-from rolemesh.roles import methods
+from rolemesh.methods import methods
 from rolemesh.rpc.calling.clients import RewardClient
 from rolemesh.rpc.contract import REWARD
 from rolemesh.rpc.serving.server import RoleServer

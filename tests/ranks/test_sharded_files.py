@@ -1,4 +1,4 @@
-"""What several ranks load, save, park and publish is what one process would have."""
+"""What several ranks load, save, offload and publish is what one process would have."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_two_ranks_load_what_one_process_loads(models: Path) -> None:
     on_ranks(2, loads_the_same, models)
 
 
-# ------------------------------------------------------------------------------ saving and parking
+# --------------------------------------------------------------------------- saving and offloading
 
 
 def loss_of(model: Any, rows: Any, dtype: str = "float32") -> Tensor:
@@ -158,14 +158,14 @@ class Trained:
         else:
             self.root = load_score_model(self.config, role, ranks, shards, CPU, seed=7)
         self.model = self.root.model
-        parked = directory.parent / f"moments-{ranks.size}-{ranks.rank}"
+        offload_dir = directory.parent / f"moments-{ranks.size}-{ranks.rank}"
         self.optimizer = Optimizer(
             self.model,
             OptimConfig(lr=1e-3),
             grad_clip=1.0,
             role=role,
             ranks=ranks,
-            offloader_of=partial(Offloader, device=CPU, directory=parked),
+            offloader_of=partial(Offloader, device=CPU, directory=offload_dir),
             offload=ranks.size == 2,
         )
 
@@ -184,7 +184,7 @@ class Trained:
         return [*model_tensors(self.root), *self.optimizer.tensors()]
 
     def state(self) -> dict[str, Tensor]:
-        """Copies, which are not parked with the originals."""
+        """Copies, which are not offloaded with the originals."""
         reshard(self.root)
         with self.optimizer.on_device():
             tensors = {**named_weights(self.model), **self.optimizer.state_tensors()}
@@ -229,7 +229,7 @@ def far(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> 
 
 
 def saves(ranks: Ranks, directory: Path, models: Path) -> None:
-    """Train, park in between, save; then load, and train on as if nothing had happened."""
+    """Train, offload in between, save; then load, and train on as if nothing had happened."""
     for role, name, rank, dtype in KINDS:
         first = Trained(ranks, role, models / name, rank, dtype)
         initial = {n: whole(t).clone() for n, t in first.state().items()}

@@ -28,12 +28,12 @@ from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import Unsupported, WeightsUnavailable
+from rolemesh.methods import methods
 from rolemesh.models.loading import load_tokenizer, named_weights
 from rolemesh.ranks.follower import follow
 from rolemesh.ranks.leader import Leader
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.rendezvous import Rendezvous
-from rolemesh.roles import methods
 from rolemesh.rpc.calling.clients import ActorClient, ReferenceClient, RolloutClient
 from rolemesh.rpc.contract import ACTOR, WEIGHTS
 from rolemesh.rpc.serving.server import RoleServer
@@ -242,10 +242,10 @@ def test_a_continuable_row_goes_to_one_rank_wherever_it_is() -> None:
     longer = continued(prompts, prompts["responses"], torch.ones(64, T).long())
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
     for num_ranks in (2, 3):
-        dealt = [set(rows.tolist()) for rows in _sharded(prompts, num_ranks)]
-        assert min(len(rows) for rows in dealt) > 64 / num_ranks / 2
-        assert sorted(row for rows in dealt for row in rows) == list(range(64))
-        assert [set(order[rows].tolist()) for rows in _sharded(longer[order], num_ranks)] == dealt
+        shards = [set(rows.tolist()) for rows in _sharded(prompts, num_ranks)]
+        assert min(len(rows) for rows in shards) > 64 / num_ranks / 2
+        assert sorted(row for rows in shards for row in rows) == list(range(64))
+        assert [set(order[rows].tolist()) for rows in _sharded(longer[order], num_ranks)] == shards
     assert [rows.tolist() for rows in _sharded(prompts_of(5), 2)] == [[0, 1, 2], [3, 4]]
 
 
@@ -267,11 +267,11 @@ def handed_over(ranks: Ranks, directory: Path, model: Path, is_shared: bool) -> 
         role: worker_contexts[role].thread.submit(WORKERS[role], job, worker_contexts[role]).result()
         for role in roles
     }
-    own, dealt = workers["rollout"].rank_engine, list[int]()
+    own, shard_sizes = workers["rollout"].rank_engine, list[int]()
     begin = own.begin
 
     async def seen(number: int, prompts: DataProto, *others: Any) -> None:
-        dealt.append(len(prompts))
+        shard_sizes.append(len(prompts))
         await begin(number, prompts, *others)
 
     own.begin = seen
@@ -327,7 +327,7 @@ def handed_over(ranks: Ranks, directory: Path, model: Path, is_shared: bool) -> 
     weights = named_weights(own.engine.model)
     assert own.engine.version == 7
     assert PublishedWeights(7, weights).holding.digest == (directory / "digest").read_text()
-    assert dealt == [[51, 2, 5], [50, 1, 4]][ranks.rank]
+    assert shard_sizes == [[51, 2, 5], [50, 1, 4]][ranks.rank]
     assert (own._calls, len(own._done), own.fetched) == ({}, 0, None)
     (directory / f"memory-{ranks.rank}").write_text("\n".join(sorted({file_of(w) for w in weights.values()})))
     ranks.wait()

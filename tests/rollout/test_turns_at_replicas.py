@@ -16,7 +16,7 @@ from turns import assert_same, continued, first_turn, with_added, with_answer
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
-from rolemesh.roles import methods
+from rolemesh.methods import methods
 from rolemesh.rpc.calling import affinity
 from rolemesh.rpc.calling.clients import RolloutClient
 from rolemesh.rpc.calling.replica import Replica

@@ -27,7 +27,7 @@ from rolemesh.errors import (
     RoleUnavailable,
     WeightsUnavailable,
 )
-from rolemesh.roles import methods
+from rolemesh.methods import methods
 from rolemesh.rpc.calling.clients import ActorClient, CriticClient, ReferenceClient, RolloutClient
 from rolemesh.rpc.contract import ROLLOUT
 from rolemesh.rpc.serving.memory_budget import MemoryBudget

@@ -19,7 +19,7 @@ from serving import served
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import NotPermitted, RoleFailed, RoleTaken
-from rolemesh.roles import methods
+from rolemesh.methods import methods
 from rolemesh.rpc.calling.clients import ActorClient, CriticClient, ReferenceClient
 from rolemesh.rpc.contract import ACTOR, CRITIC, rpcs
 from rolemesh.rpc.metadata import TERM_KEY

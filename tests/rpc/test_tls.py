@@ -18,7 +18,7 @@ from serving import gate, reward_batch, reward_job, served
 
 from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig, RoleUnavailable
-from rolemesh.roles import methods
+from rolemesh.methods import methods
 from rolemesh.rpc import tls
 from rolemesh.rpc.calling.clients import ActorClient, RewardClient
 from rolemesh.rpc.channels import RoleChannel, open_channel

@@ -12,7 +12,7 @@ import pytest
 from serving import reward_batch, reward_job, served
 
 from rolemesh.dataproto import DataProto
-from rolemesh.roles import methods
+from rolemesh.methods import methods
 from rolemesh.rpc.calling.clients import RewardClient
 from rolemesh.services.reward.worker import RewardWorker
 from rolemesh.telemetry import timeline

@@ -23,12 +23,13 @@ from rolemesh.telemetry import metrics
 from rolemesh.v1.weights_pb2 import FetchRangeRequest, StripedHolders, WatchRegionRequest
 from rolemesh.v1.weights_pb2_grpc import WeightsServiceStub
 from rolemesh.weights import remote
-from rolemesh.weights.published import PublishedWeights, WeightVersion
+from rolemesh.weights.published import PublishedWeights
 from rolemesh.weights.region import WeightRegion
 from rolemesh.weights.service import WeightsServicer
 from rolemesh.weights.store import WeightStore
 from rolemesh.weights.stripe_server import StripeServer
 from rolemesh.weights.stripes import HeldStripes, Stripes, stripes_of
+from rolemesh.weights.weight_version import WeightVersion
 
 STRIPE, PIECE = 8 * MIB, 4 * MIB  # 24 MiB and 5 bytes: four stripes
 
@@ -57,7 +58,7 @@ class Machine(WeightsServicer):
             at += MIB
 
 
-def deal(held: PublishedWeights, machines: Sequence[Machine], addresses: Sequence[str]) -> None:
+def divide(held: PublishedWeights, machines: Sequence[Machine], addresses: Sequence[str]) -> None:
     """Give each machine its stripes of a version, and no other byte."""
     whole, stripes = held.holding, Stripes(STRIPE, len(machines))
     for number, machine in enumerate(machines):
@@ -71,10 +72,10 @@ def deal(held: PublishedWeights, machines: Sequence[Machine], addresses: Sequenc
 
 
 @asynccontextmanager
-async def dealt(held: PublishedWeights, *machines: Machine) -> AsyncIterator[str]:
+async def divided(held: PublishedWeights, *machines: Machine) -> AsyncIterator[str]:
     """Serve a version from several machines; yield the first one's address."""
     async with serving(*machines) as (first, *others):
-        deal(held, machines, others)
+        divide(held, machines, others)
         yield first
 
 
@@ -82,7 +83,7 @@ async def test_each_machine_sends_its_stripes_and_every_bit_arrives() -> None:
     held, machines = large(), [Machine() for _ in range(3)]
     sent = counted(metrics.WEIGHTS_SENT_BYTES, "actor")
     received = counted(metrics.WEIGHTS_RECEIVED_BYTES, "actor")
-    async with dealt(held, *machines) as first:
+    async with divided(held, *machines) as first:
         await assert_same(await pull([first], held).fetch(), held)
     assert [machine.starts for machine in machines] == [[0, 3 * STRIPE], [STRIPE], [2 * STRIPE]]
     assert sent() == received() == held.holding.num_bytes
@@ -96,7 +97,7 @@ async def test_verified_bytes_are_relayed_while_stripes_still_arrive(
         request.getfixturevalue("no_shared_memory")
     held, machines, stores = large(), [Machine(), Machine()], [WeightStore(), WeightStore()]
     machines[1].until = STRIPE + 5 * MIB
-    async with dealt(held, *machines) as actor, serving(WeightsServicer(stores[0])) as (relay,):
+    async with divided(held, *machines) as actor, serving(WeightsServicer(stores[0])) as (relay,):
         fetching = [
             asyncio.create_task(pull(sources, held, store).fetch())
             for sources, store in zip(([actor], [relay, actor]), stores, strict=True)
@@ -112,7 +113,7 @@ async def test_verified_bytes_are_relayed_while_stripes_still_arrive(
 
 async def test_a_damaged_piece_is_fetched_again_once_from_its_owner() -> None:
     held, machines = large(), [Machine(), Machine()]
-    async with dealt(held, *machines) as first:
+    async with divided(held, *machines) as first:
         machines[1].flips = {STRIPE + 6 * MIB: 1}
         await assert_same(await pull([first], held).fetch(), held)
         assert sorted(machines[1].starts) == [STRIPE, STRIPE + PIECE, 3 * STRIPE]
@@ -136,7 +137,7 @@ async def test_a_dead_holder_is_named_and_only_missing_bytes_are_sent(
         first, third = await stack.enter_async_context(serving(machines[0], machines[2]))
         store = WeightStore()
         async with server_of(machines[1]) as second:
-            deal(held, machines, [second, third])
+            divide(held, machines, [second, third])
             begun = pull([first], held, store)
             fetching = asyncio.create_task(begun.fetch())
             await machines[1].reached.wait()
@@ -148,7 +149,7 @@ async def test_a_dead_holder_is_named_and_only_missing_bytes_are_sent(
         with pytest.raises(WeightsUnavailable, match=f"from {first}: holder {second}: UNAVAILABLE"):
             await fetching
         *others, actor = [await stack.enter_async_context(server_of(each)) for each in reversed(new)]
-        deal(held, new, others[::-1])
+        divide(held, new, others[::-1])
         begun.sources = [actor]
         await assert_same(await begun.fetch(), held)
     assert [machine.starts for machine in new] == [[], [STRIPE + 5 * MIB], []]
@@ -159,7 +160,7 @@ async def test_a_holder_that_stalls_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(remote, "PATIENCE_S", 1.0)
     held, machines = large(), [Machine(), Machine()]
     machines[1].until = STRIPE
-    async with dealt(held, *machines) as first:
+    async with divided(held, *machines) as first:
         [address] = machines[0]._store._held.striped.addresses  # type: ignore[union-attr]
         with pytest.raises(WeightsUnavailable, match=f"holder {address}: fewer than 4194304 bytes"):
             await pull([first], held).fetch()
@@ -167,7 +168,7 @@ async def test_a_holder_that_stalls_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 async def test_a_holder_refuses_bytes_that_it_does_not_hold() -> None:
     held, machines = large(), [Machine(), Machine()]
-    async with dealt(held, *machines) as first, open_channel(first, "actor") as channel:
+    async with divided(held, *machines) as first, open_channel(first, "actor") as channel:
         named = {"version": 1, "digest": held.holding.digest}
         for offset, length in ((STRIPE, 1), (0, STRIPE + 1), (2 * STRIPE - 1, 2)):
             stub: Any = WeightsServiceStub(channel)
@@ -257,7 +258,7 @@ async def test_stripes_and_holders_that_cannot_be_are_refused(striped: StripedHo
             return answer
 
     held, machines = large(), [Lying(), Machine()]
-    async with dealt(held, *machines) as first:
+    async with divided(held, *machines) as first:
         with pytest.raises(WeightsUnavailable, match=said):
             await pull([first], held).fetch()
     assert [machine.starts for machine in machines] == [[], []]

@@ -27,10 +27,11 @@ from rolemesh.errors import RoleUnavailable, WeightsUnavailable
 from rolemesh.telemetry import metrics
 from rolemesh.v1.weights_pb2 import GetManifestResponse, WatchRegionResponse
 from rolemesh.weights import manifest, region, remote
-from rolemesh.weights.published import PublishedWeights, WeightVersion
+from rolemesh.weights.published import PublishedWeights
 from rolemesh.weights.region import WeightRegion
 from rolemesh.weights.service import WeightsServicer
 from rolemesh.weights.store import WeightStore
+from rolemesh.weights.weight_version import WeightVersion
 from rolemesh.wire.frame import join_frame
 
 # ---------------------------------------------------------------------------- what is repaired

@@ -21,9 +21,9 @@ from weight_nodes import assert_equal_models, client, nodes, trained_actor
 
 from rolemesh.config.job import JobConfig
 from rolemesh.errors import WeightsUnavailable
+from rolemesh.methods import methods
 from rolemesh.models.loading import load_causal_lm, named_weights
 from rolemesh.models.tiny import make_tiny_model
-from rolemesh.roles import methods
 from rolemesh.rpc.calling.clients import ActorClient, RolloutClient, relays_among
 from rolemesh.rpc.contract import ACTOR, ROLLOUT, WEIGHTS
 from rolemesh.rpc.serving.server import RoleServer

@@ -24,10 +24,11 @@ from rolemesh.errors import WeightsUnavailable
 from rolemesh.telemetry import metrics
 from rolemesh.v1.weights_pb2 import WatchRegionRequest
 from rolemesh.weights import region, remote, service
-from rolemesh.weights.published import PublishedWeights, WeightVersion
+from rolemesh.weights.published import PublishedWeights
 from rolemesh.weights.region import WeightRegion
 from rolemesh.weights.service import WeightsServicer
 from rolemesh.weights.store import WeightStore
+from rolemesh.weights.weight_version import WeightVersion
 
 # ------------------------------------------------------------------------------- what arrives
 

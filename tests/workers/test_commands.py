@@ -1,4 +1,4 @@
-"""A batch is dealt to the ranks of a role, and their answers are put together by row."""
+"""A batch is divided among the ranks of a role, and their answers are put together by row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rolemesh.workers.local import LocalWorker
 from rolemesh.workers.worker_context import ComputingThread, WorkerContext
 
 
-def test_a_batch_that_is_dealt_and_joined_is_the_same_batch() -> None:
+def test_a_batch_that_is_sharded_and_gathered_is_the_same_batch() -> None:
     draw = random.Random(0)
     for _ in range(100):
         count, num_ranks = draw.randint(1, 20), draw.randint(1, 6)
@@ -33,14 +33,14 @@ def test_a_batch_that_is_dealt_and_joined_is_the_same_batch() -> None:
                 "response_mask": mask[:, 1:].bool(),
             }
         )
-        dealt = ShardedBatch.of(batch, MicroBatches(2, None, True, True), Ranks(0, num_ranks), entropy=True)
-        assert len(dealt.parts) == len(dealt.rows) == num_ranks
-        for part, rows in zip(dealt.parts, dealt.rows, strict=True):
+        sharded = ShardedBatch.of(batch, MicroBatches(2, None, True, True), Ranks(0, num_ranks), entropy=True)
+        assert len(sharded.parts) == len(sharded.rows) == num_ranks
+        for part, rows in zip(sharded.parts, sharded.rows, strict=True):
             assert part.meta_info["entropy"]
             assert bool(part.meta_info.get(IS_FILLER)) == (len(rows) == 0)
             assert len(part) == max(1, len(rows))
-        answers = [DataProto({"first": part["input_ids"][:, 0]}) for part in dealt.parts]
-        assert dealt.gather(answers)["first"].tolist() == list(range(count))
+        answers = [DataProto({"first": part["input_ids"][:, 0]}) for part in sharded.parts]
+        assert sharded.gather(answers)["first"].tolist() == list(range(count))
 
 
 class Doubling(LocalWorker):
@@ -83,10 +83,10 @@ def test_all_ranks_tokens_are_the_batchs_without_filler() -> None:
     )
     mask = torch.zeros(2, 40, dtype=torch.long)
     mask[0, :30], mask[1, :10] = 1, 1
-    dealt = ShardedBatch.evenly(DataProto({"attention_mask": mask}), Ranks(0, 2))
-    answers = worker.count(dealt.parts)
+    sharded = ShardedBatch.evenly(DataProto({"attention_mask": mask}), Ranks(0, 2))
+    answers = worker.count(sharded.parts)
     assert [answer.meta_info for answer in answers] == [{"own": 1}] * 2
-    assert dealt.gather(answers)["tokens"].tolist() == [30, 10]
+    assert sharded.gather(answers)["tokens"].tolist() == [30, 10]
     assert [sample("tokens", rank) for rank in (0, 1)] == [30, 10]
     for rank in (0, 1):
         assert 0 < sample("collective_seconds", rank) <= sample("seconds", rank)

@@ -21,7 +21,7 @@ from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RoleFailed
-from rolemesh.roles import methods
+from rolemesh.methods import methods
 from rolemesh.rpc.calling.clients import (
     ActorClient,
     CriticClient,
@@ -212,10 +212,10 @@ async def test_a_process_of_two_roles_holds_at_most_one_at_a_time(
     seen: list[dict[str, int]] = []
 
     def held() -> dict[str, int]:
-        parkings = {role: worker.offloader for role, worker in workers.items()}
+        offloaders = {role: worker.offloader for role, worker in workers.items()}
         return {
             role: sum(tensor.untyped_storage().nbytes() for tensor in offloader._tensors())
-            for role, offloader in parkings.items()
+            for role, offloader in offloaders.items()
             if offloader is not None
         }
 

@@ -278,7 +278,7 @@ def test_threads_of_two_roles_never_overlap_if_callers_leave(
     tmp_path_factory: pytest.TempPathFactory, plan: list[tuple[str, int, int | None]]
 ) -> None:
     """A thread cannot be stopped: what a cancelled caller has begun ends before another role begins."""
-    directory, spans, lease = tmp_path_factory.mktemp("parked"), [], Lease()
+    directory, spans, lease = tmp_path_factory.mktemp("offloaded"), [], Lease()
     workers = {role: Adder(role, lease, directory, spans) for role in ROLES}
 
     async def called(role: str, after: int, cancelled: int | None) -> None:

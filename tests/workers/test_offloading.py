@@ -37,7 +37,7 @@ def num_bytes_in_memory(tensors: list[Tensor]) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
-def check_parks(
+def check_offloads(
     tensors: list[Tensor], directory: Path, device: torch.device = CPU, buffer: OffloadBuffer | None = None
 ) -> None:
     before, identities = bits(tensors), [id(tensor) for tensor in tensors]
@@ -58,14 +58,14 @@ def check_parks(
 def test_an_offloaded_model_from_a_file_keeps_its_tied_weights(any_model: Path, tmp_path: Path) -> None:
     model = load_causal_lm(ModelConfig(path=str(any_model)), "actor")
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    check_parks(list(model_tensors(model)), tmp_path)
+    check_offloads(list(model_tensors(model)), tmp_path)
     after = dict(model.named_parameters(remove_duplicate=False))
     assert [id(p) for p in after.values()] == [id(p) for p in parameters.values()]
     assert (after["lm_head.weight"] is after["model.embed_tokens.weight"]) == model.config.tie_word_embeddings
 
 
-def test_a_value_model_comes_back_from_parking_bit_for_bit(tiny_model: Path, tmp_path: Path) -> None:
-    check_parks(list(model_tensors(ScoreModel.load(ModelConfig(path=str(tiny_model)), "critic"))), tmp_path)
+def test_a_value_model_comes_back_from_offloading_bit_for_bit(tiny_model: Path, tmp_path: Path) -> None:
+    check_offloads(list(model_tensors(ScoreModel.load(ModelConfig(path=str(tiny_model)), "critic"))), tmp_path)
 
 
 @pytest.mark.gpu
@@ -78,14 +78,14 @@ def test_a_model_on_a_gpu_leaves_its_memory(tmp_path: Path) -> None:
     assert torch.cuda.memory_reserved() < moved
     assert offloader.reload() == moved
     assert bits(list(model.parameters())) == before
-    check_parks(list(model.parameters()), tmp_path, torch.device("cuda"))
+    check_offloads(list(model.parameters()), tmp_path, torch.device("cuda"))
 
 
 def test_tensors_that_share_memory_move_once_and_still_share(tmp_path: Path) -> None:
     whole = torch.arange(PIECE_BYTES // 4 + 3.0)
     half, odd = whole[: len(whole) // 2], whole[1::2]
-    check_parks([whole, half, odd], tmp_path)
-    check_parks([torch.ones(7), whole, half, odd], tmp_path, buffer=HostBuffer(pinned=False))
+    check_offloads([whole, half, odd], tmp_path)
+    check_offloads([torch.ones(7), whole, half, odd], tmp_path, buffer=HostBuffer(pinned=False))
     offloader = Offloader(lambda: [half, whole, odd], CPU, tmp_path)
     assert offloader.offload() == whole.nbytes
     offloader.reload()
@@ -95,7 +95,7 @@ def test_tensors_that_share_memory_move_once_and_still_share(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool, torch.float16, torch.float8_e4m3fn])
 def test_offloaded_tensors_of_every_dtype_return_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
-    check_parks(
+    check_offloads(
         [torch.arange(-3, 4).to(dtype), torch.ones((), dtype=dtype), torch.ones(0, dtype=dtype)], tmp_path
     )
 
@@ -125,7 +125,7 @@ def test_gradients_leave_and_return_with_their_weights(tmp_path: Path) -> None:
     model = nn.Linear(4, 2)
     torch.autograd.backward(model(torch.rand(3, 4)).sum())
     assert len(list(model_tensors(model))) == 4
-    check_parks(list(model_tensors(model)), tmp_path)
+    check_offloads(list(model_tensors(model)), tmp_path)
 
 
 def test_an_unwritable_directory_leaves_everything_in_place(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_an_unwritable_directory_leaves_everything_in_place(tmp_path: Path) -> N
 
 
 def test_a_lack_of_memory_leaves_everything_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What numpy has seen gets other memory when it first parks; there is some for the first tensor alone."""
+    """What numpy has seen gets other memory at its first offload; there is some for the first tensor alone."""
     tensors = [torch.arange(n, dtype=torch.float32) for n in (1000, 2000)]
     before, empty = bits(tensors), torch.empty
 

@@ -103,9 +103,9 @@ there. `keeps`: it stays when the pod is gone, unlike offloaded weights. */}}
 {{- $controller := list (dict "of" "the controller" "pod" (include "rlhf-job.settings" (list $ $.Values.controller 0) | fromJson) "shares" true "keeps" true) }}
 {{- $writers := $controller }}{{ $rollout := list }}
 {{- range last . }}
-{{- $parks := and (gt (len .models) 1) (not .gpus) }}{{ $keeps := or .trained $.whole.trainer.profile_steps }}
+{{- $offloads := and (gt (len .models) 1) (not .gpus) }}{{ $keeps := or .trained $.whole.trainer.profile_steps }}
 {{- $group := dict "of" (printf "group %s" .name) "pod" .pod "shares" .trained "keeps" $keeps }}
-{{- if or $keeps $parks }}{{ $writers = append $writers $group }}{{ end }}
+{{- if or $keeps $offloads }}{{ $writers = append $writers $group }}{{ end }}
 {{- if and (has "rollout" .roles) (include "rlhf-job.generatesElsewhere" $) }}{{ $rollout = list (merge (dict "shares" true "keeps" true) $group) }}{{ end }}
 {{- end }}
 {{- $written := list }}

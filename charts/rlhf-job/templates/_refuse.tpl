@@ -120,7 +120,7 @@
 
 {{/* What is too small in the memory limit of a pod with a rollout on GPUs, of (list $ GROUP): "weights" if it is below
 them, "processes" if it is below the guess of what its processes take besides; and a sentence. Empty if it suffices.
-The pod checks this, too, and knows its model (rolemesh/planner/host_memory.py). */}}
+The pod checks this, too, and knows its model (rolemesh/checks/memory_limit.py). */}}
 {{- define "rlhf-job.host" -}}
 {{- $ := first . }}{{ $group := last . }}{{ $found := dict }}
 {{- $limit := dig "limits" "memory" "" $group.resources }}

@@ -20,7 +20,8 @@ from rolemesh.catalog.role_specs import ROLES
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RolemeshError, RoleTimeout, RoleUnavailable, WeightsUnavailable
 from rolemesh.fingerprint import Fingerprint
-from rolemesh.roles import Method, Metrics
+from rolemesh.methods import Method
+from rolemesh.roles import Metrics
 from rolemesh.rpc.calling.discovery import Members
 from rolemesh.rpc.calling.dispatch import ATTEMPTS_PER_REPLICA, Dispatcher
 from rolemesh.rpc.calling.pool import ReplicaPool
@@ -46,7 +47,7 @@ class RoleClient:
         addresses: host:port of each replica, exactly one for a trained role. Or a Members, which reports
             addresses from `async with` on, as replicas join and leave. Several addresses of one server are one
             replica. If two servers of a trained role answer, every later call raises InvalidConfig.
-        methods: rolemesh.roles.methods(job).
+        methods: rolemesh.methods.methods(job).
         timeout_s: seconds; the deadline of every call. Time behind the client's earlier calls does not count
             (deadlines.py).
         patience_s: seconds that a call waits while no replica is alive, before it fails.

@@ -29,7 +29,7 @@ from rolemesh.errors import (
     RoleUnavailable,
     UnknownAgent,
 )
-from rolemesh.roles import Method
+from rolemesh.methods import Method
 from rolemesh.rpc.calling.clients import RoleClient
 from rolemesh.rpc.calling.discovery import Members
 from rolemesh.rpc.calling.dispatch import ATTEMPTS_PER_REPLICA, BUSY_S, MAX_BUSY_S

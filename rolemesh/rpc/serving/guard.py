@@ -76,7 +76,13 @@ class Guard:
             from rolemesh.rpc.batches import batch_of
 
             try:
-                return await batch_of(rpc, _counted(reservation.frames(request), count), validator, reservation)
+                return await batch_of(
+                    rpc,
+                    _counted(reservation.frames(request), count),
+                    validator,
+                    max_bytes=reservation.budget.total_bytes,
+                    reserve=reservation.resize,
+                )
             except (InvalidBatch, RoleBusy) as error:
                 traceback.clear_frames(error.__traceback__)  # they hold the part of the batch that has arrived
                 await reservation.drop_rest(context.read)

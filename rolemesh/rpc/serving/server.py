@@ -242,7 +242,7 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         validator: BatchValidator | None = getattr(servicer, "validator", None) if rpc.takes_batch else None
         if rpc.takes_batch and (validator is None or rpc.name not in validator.methods):
             raise RoleFailed(
-                f"{rpc.path} takes a batch that no Method of rolemesh/roles.py declares; declare it there"
+                f"{rpc.path} takes a batch that no Method of rolemesh/methods.py declares; declare it there"
             )
         behaviour = getattr(servicer, rpc.name)
         terms = getattr(servicer, "terms", None)

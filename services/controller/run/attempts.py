@@ -7,31 +7,27 @@ role. It does not count if it ends while a role has no pod, because no node has 
 does not count after a signal has asked it to end, nor if its input is wrong, which ends the run anyway. A run
 that somebody starts anew, e.g. by `helm upgrade`, has a new count.
 
-The file has a fixed size, so a full disk does not stop the count: if there is no room for a new file, the old
-one is overwritten. A file system that copies what it overwrites (ZFS, btrfs) needs room for that, too. Once a
-start is counted, a file that cannot be written is logged, and never hides how the start ended.
+Once a start is counted, a file that cannot be written (attempts_file.py) is logged, and never hides how the
+start ended.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from rolemesh.errors import WRONG_INPUT, RoleFailed, RolemeshError, RoleUnavailable, WeightsUnavailable
-from rolemesh.services.controller.run.durably import write_durably
+from rolemesh.services.controller.run.attempts_file import AttemptsFile
 
 log = logging.getLogger(__name__)
 
 FILE = "attempts.json"
-SIZE = 4096  # bytes of a file, blanks included: one block of most file systems
 KILLED = "killed, or out of memory"
 STUCK = "reached no new checkpoint"
 LONGER = (
@@ -75,14 +71,11 @@ class Attempts:
         self._limit = limit
         self._of = of
         self._failing = failing
-        self._keeps_file = keeps_file
-        self._file = file or run_dir / FILE
+        self._file = AttemptsFile(file or run_dir / FILE, of, keeps_file=keeps_file)
         self._latest = None if file else run_dir / "latest"  # a workspace may have any file of this name
+        self._checkpoint = "", 0  # the newest at this start, and when it was written
         self._before = 0  # earlier starts since the last checkpoint
         self._counted = 0  # with this one, unless it is forgiven
-        self._in_file = 0  # as last written; the file may not have been writable since
-        self._checkpoint = ""  # the newest at this start; if the next one finds another, the count is 0
-        self._written_at = 0  # when it was; only to be compared within this process
         self._last_error = ""
 
     @contextmanager
@@ -97,7 +90,8 @@ class Attempts:
         if not self._limit:
             yield
             return
-        self._read()
+        self._checkpoint = _newest(self._latest)
+        self._before, self._last_error = self._file.read(self._checkpoint[0])
         if self._before >= self._limit:
             raise NoProgress(
                 f"the run in {self._run_dir} was started {self._before} times and {self._failing}; "
@@ -124,7 +118,7 @@ class Attempts:
             if self._has_new_checkpoint():
                 self._before = self._counted = 0
             self._try_to_write(self._counted)
-            if isinstance(error, RolemeshError) and self._in_file >= self._counted:
+            if isinstance(error, RolemeshError) and self._file.starts >= self._counted:
                 error.exit_code = COUNTED
             raise
         except BaseException:  # asked to end
@@ -139,7 +133,7 @@ class Attempts:
         self._before = 0
         self._last_error = ""
         try:
-            self._clear()
+            self._file.clear(self._checkpoint[0])
         except OSError as error:
             log.warning("earlier starts may count again: %s", error)
         self._counted = 0  # last: until the file says so, a signal has to forgive this start
@@ -222,31 +216,14 @@ class Attempts:
             raise
         self._try_to_write(self._before + 1)
 
-    def _read(self) -> None:
-        """Take over what earlier starts of this run have written, unless it has a new checkpoint since."""
-        self._checkpoint, self._written_at = _newest(self._latest)
-        if not self._file.exists():
-            return
-        try:
-            known: dict[str, Any] = dict(json.loads(self._file.read_text(encoding="utf-8")))
-            starts = int(known["starts"])
-            last_error = str(known["last_error"])
-            if starts < 0:
-                raise ValueError(f"{starts} starts")
-            if (known.get("of", ""), known["checkpoint"]) == (self._of, self._checkpoint):
-                self._before = starts
-                self._last_error = last_error
-        except (ValueError, OverflowError, TypeError, KeyError) as error:  # OverflowError: of Infinity
-            log.warning("%s cannot be read, so starts are counted from 0: %s", self._file, error)
-
     def _has_new_checkpoint(self) -> bool:
         """Find out whether this start has written one, and remember its name. One can be made a second time."""
-        before = self._checkpoint, self._written_at
+        before = self._checkpoint
         try:
-            self._checkpoint, self._written_at = _newest(self._latest)
+            self._checkpoint = _newest(self._latest)
         except (OSError, ValueError) as error:  # ValueError: it is no text
             log.warning("%s cannot be read, so it is taken for an old checkpoint: %s", self._latest, error)
-        return (self._checkpoint, self._written_at) != before
+        return self._checkpoint != before
 
     def _try_to_write(self, starts: int) -> None:
         """Write the count. A failure is only logged: how this start goes on or ends matters more."""
@@ -258,41 +235,7 @@ class Attempts:
     def _write(self, starts: int) -> None:
         self._counted = starts
         if self._limit:
-            self._put(starts)
-
-    def _clear(self) -> None:
-        if self._keeps_file:
-            with suppress(OSError):  # e.g. no room even to overwrite it, but to delete it takes none
-                return self._put(0)
-        self._file.unlink(missing_ok=True)
-
-    def _put(self, starts: int) -> None:
-        content = self._content(starts)
-        try:
-            write_durably(self._file, content)
-        except OSError as error:  # no room for a new file, but the old one needs no more
-            try:
-                _overwrite(self._file, content)
-            except OSError:
-                raise error from None
-        self._in_file = starts
-
-    def _content(self, starts: int) -> bytes:
-        """Return what the file says, SIZE bytes of JSON. The end of a long error is left out."""
-        known: dict[str, Any] = {"of": self._of, "checkpoint": self._checkpoint, "starts": starts}
-        said = self._last_error
-        while len(text := json.dumps(known | {"last_error": said}, indent=1)) >= SIZE and said:
-            said = said[: len(said) * 9 // 10]
-        return f"{text:{SIZE - 1}}\n".encode()
-
-
-def _overwrite(file: Path, content: bytes) -> None:
-    """Replace the content of a file in its own blocks. A power failure may leave a part of each content."""
-    with open(os.open(file, os.O_RDWR | os.O_NOFOLLOW), "r+b") as existing:
-        existing.write(content)
-        existing.truncate()  # an earlier version has written files of any size
-        existing.flush()
-        os.fsync(existing.fileno())
+            self._file.write(self._checkpoint[0], starts, self._last_error)
 
 
 def _newest(latest: Path | None) -> tuple[str, int]:

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import asdict, replace
 from typing import Any
 
 from rolemesh.algos.kl import KLController
-from rolemesh.catalog.agents import AGENTS
 from rolemesh.config import JobConfig
-from rolemesh.data import PromptDataset
-from rolemesh.data.dataset import Agents
 from rolemesh.data.texts import ResponseTexts
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import RolemeshError
 from rolemesh.graph import observer
-from rolemesh.roles import Environment, Metrics, Roles
+from rolemesh.roles import Metrics, Roles
 from rolemesh.services.controller.conversations.conversation_rollout import ConversationRollout
 from rolemesh.services.controller.display.loggers import Loggers, numbers, require_libraries
 from rolemesh.services.controller.display.progress import Display
@@ -29,16 +23,10 @@ from rolemesh.services.controller.pages.choice import check_step, page_of
 from rolemesh.services.controller.pages.step import Step
 from rolemesh.services.controller.record import METRICS_FILE
 from rolemesh.services.controller.run.ahead import Ahead
+from rolemesh.services.controller.run.background_commit import BackgroundCommit
 from rolemesh.services.controller.run.best import check_reported, is_best
 from rolemesh.services.controller.run.checkpoints import Checkpoints, ControllerState
-from rolemesh.services.controller.run.data_sets import (
-    content_of,
-    num_steps,
-    training_data,
-    validation_data,
-    warn_of_unseen_rows,
-    with_total_steps,
-)
+from rolemesh.services.controller.run.data_sets import num_steps, with_total_steps
 from rolemesh.services.controller.run.decision import named_checkpoint, start_of
 from rolemesh.services.controller.run.profile import profiled
 from rolemesh.services.controller.run.resume_compat import (
@@ -48,6 +36,7 @@ from rolemesh.services.controller.run.resume_compat import (
     file_digests,
     settings_to_keep,
 )
+from rolemesh.services.controller.run.run_data import RunData
 from rolemesh.services.controller.run.run_dir import MetricsFile, read_metrics, write_answers, write_config
 from rolemesh.services.controller.run.stopwatch import Stopwatch, WarmingActor, timed
 from rolemesh.services.controller.service.status import RunStatus, State
@@ -60,7 +49,6 @@ from rolemesh.services.controller.stages.validation import validate, validate_lo
 from rolemesh.tasks import gather
 from rolemesh.telemetry import context
 from rolemesh.telemetry.metrics import CHECKPOINT_WRITTEN
-from rolemesh.v1.environment_pb2 import DescribeRequest
 
 log = logging.getLogger(__name__)
 
@@ -91,28 +79,24 @@ class Run:
         self.status = status or RunStatus(job.trainer.experiment_name)
         self.status.on_change = self.display.show
         self._tokenizer = tokenizer
+        self._data = RunData(job, tokenizer)
         self._texts = ResponseTexts(tokenizer, skip_special_tokens=job.reward.skip_special_tokens)
-        self._tools: dict[str, list[dict[str, Any]]] = {}  # by agent; known once its environment is
         self._stopwatch = Stopwatch(lambda phase: self.status.set(phase=phase))
         self._kl = KLController(job.algorithm.kl_ctrl)
-        self._train, self._order, total_steps = training_data(job, tokenizer, self._agents)
         self._sampling = DynamicSampling(
             job.data.train_batch_size,
-            self._prompts,
+            self._data.prompts,
             job.algorithm.filter_groups.max_num_gen_batches,
             lambda found: self.status.set(found=found),
             lambda: self.status.stop_requested,
         )
-        self._val = validation_data(job, tokenizer, self._agents)
-        self._warn_of_no_conversations()
-        warn_of_unseen_rows(job, len(self._train))
         self._files = file_digests(job)  # as the roles begin with them, whatever is edited later
-        self.job = with_total_steps(job, total_steps)
-        self.status.total_steps = total_steps  # without a notification: this may run on another thread
+        self.job = with_total_steps(job, self._data.num_steps)
+        self.status.total_steps = self._data.num_steps  # without a notification: this may run on another thread
         keep = job.trainer.max_actor_ckpt_to_keep
         self._checkpoints = Checkpoints(job.run_dir, keep, spared=named_checkpoint(job))
         self._saved = (0, 0)  # steps, and batches answered by dynamic sampling, at the last save
-        self._committing: asyncio.Task[None] | None = None  # commits the last checkpoint, behind the steps
+        self._commit = BackgroundCommit()
         self._answers: list[dict[str, Any]] = []
         require_libraries(job)
         start_of(job, self._checkpoints)  # fails now if unusable, not after the roles have loaded
@@ -162,7 +146,9 @@ class Run:
         context.step.set(0)
         rollout = roles.rollout
         if self.job.rollout.multi_turn.enable and self.job.generates:
-            await self._meet_agents(roles.environment)
+            await self._data.describe_tools(roles.environment)
+            self.status.total_steps = self._data.num_steps
+            self.job = with_total_steps(self._given, self.status.total_steps)
             rollout = ConversationRollout(rollout, roles.environment, self.job, self._tokenizer)
         ahead = Ahead(rollout, self._upcoming, self.job.steps_ahead)
         if self.job.generates:
@@ -178,7 +164,7 @@ class Run:
                 self._log_to = (metrics_file, loggers)
                 self.status.add(*metrics_file.records)
                 try:
-                    async with aclosing(ahead), self._committed_at_end():
+                    async with aclosing(ahead), self._commit.at_end():
                         await self._make_steps(start)
                 finally:
                     metrics_file.close()
@@ -189,36 +175,6 @@ class Run:
         finally:
             observer.reset(token)
         return self._summary()
-
-    def _warn_of_no_conversations(self) -> None:
-        """Log a warning if the job has an environment, but no row has an agent that talks to it."""
-        data = [each for each in (self._train, self._val) if isinstance(each, PromptDataset)]
-        agents = {name for each in data for name in each.agents}
-        if agents and not any(AGENTS[name].converses for name in agents):
-            log.warning(
-                "rollout.multi_turn.enable is true, but the agent of every row is %s, so no row has an "
-                "environment or tools; set rollout.agent.default_agent_loop, or the rows' column agent_name, "
-                "to tool_agent or another agent, or set enable to false",
-                ", ".join(sorted(agents)),
-            )
-
-    async def _meet_agents(self, environment: Environment) -> None:
-        """Ask what the agents offer, and describe their tools in the prompts.
-
-        Raises:
-            UnknownAgent: the environment has no such agent.
-            InvalidData: no prompt is short enough with its tools.
-        """
-        data = [each for each in (self._train, self._val) if isinstance(each, PromptDataset)]
-        agents = sorted({name for each in data for name in each.agents if AGENTS[name].converses})
-        described = await environment.describe(DescribeRequest(agents=agents))
-        tools = {agent.name: [json.loads(tool) for tool in agent.tools] for agent in described.agents}
-        if any(tools.values()):
-            self._tools = tools
-            given = self._given, self._tokenizer, self._agents  # fewer prompts may be short enough with tools
-            self._train, self._order, self.status.total_steps = await asyncio.to_thread(training_data, *given)
-            self._val = await asyncio.to_thread(validation_data, *given)
-            self.job = with_total_steps(self._given, self.status.total_steps)
 
     # ----------------------------------------------------------------------------------- resuming
 
@@ -259,15 +215,14 @@ class Run:
     async def _make_steps(self, start: int | None) -> None:
         trainer = self.job.trainer
         made = start or 0
-        if trainer.val_only or (trainer.val_before_train and start is None and self._val):
+        if trainer.val_only or (trainer.val_before_train and start is None and self._data.val):
             self._log(made, await self._validate(made))
             check_reported("" if trainer.val_only else trainer.save_best, self.status.records[-1])
         last = made if trainer.val_only else self.status.total_steps
         for number in range(made + 1, last + 1):
             if not await self.status.may_begin():
                 break
-            if self._committing and self._committing.done():
-                await self._committing  # raises, if the checkpoint could not be written
+            await self._commit.check()
             try:
                 with profiled(number, self.job):
                     await self._make_step(number)
@@ -276,7 +231,7 @@ class Run:
                 break
         # stopped between two saves, or during dynamic sampling
         if trainer.save_freq > 0 and (self.status.step, self._sampling.num_batches) > self._saved:
-            await self._committed()
+            await self._commit.done()
             async with self._checkpoints.writing(self._roles, self._state(self.status.step)):
                 pass
 
@@ -285,7 +240,7 @@ class Run:
         metrics = await self._train_on(number)
         trainer = self.job.trainer
         best = False
-        if self._val and self._due(number, trainer.test_freq):
+        if self._data.val and self._due(number, trainer.test_freq):
             validation = await self._validate(number)
             best = bool(trainer.save_best) and is_best(trainer.save_best, validation, self.status.records)
             metrics |= validation
@@ -301,7 +256,7 @@ class Run:
         step = Step(number, self.job, self._kl, self._sampling)
         dynamic = self.job.algorithm.filter_groups.enable  # a step may then take several batches
         position = self._sampling.num_batches - self._sampling.search.num_rounds + 1 if dynamic else number
-        prompts = self._sampling.next_prompts() if dynamic else self._prompts(number)
+        prompts = self._sampling.next_prompts() if dynamic else self._data.prompts(number)
         roles = self._roles
         if number <= self.job.trainer.critic_warmup:
             roles = replace(roles, actor=WarmingActor(roles.actor))
@@ -314,7 +269,7 @@ class Run:
             await write_answers(batch, number, self._texts, directory)
         seconds = time.perf_counter() - began
         return {
-            "training/epoch": float(self._order.epoch(position)),
+            "training/epoch": float(self._data.order.epoch(position)),
             **metrics,
             **self._stopwatch.take(),
             "timing_s/step": seconds,
@@ -322,8 +277,8 @@ class Run:
         }
 
     async def _validate(self, number: int) -> Metrics:
-        assert self._val is not None
-        prompts = self._val.batches(self.job.data.val_batch_size)
+        assert self._data.val is not None
+        prompts = self._data.val.batches(self.job.data.val_batch_size)
         trainer = self.job.trainer
         with self._stopwatch("testing"):
             if self.job.generates:
@@ -345,38 +300,13 @@ class Run:
         async with AsyncExitStack() as writing:
             began = time.perf_counter()
             with self._stopwatch("save_checkpoint"):
-                await self._committed()
+                await self._commit.done()
                 checkpoint = self._checkpoints.writing(self._roles, self._state(number), best=best)
                 await writing.enter_async_context(checkpoint)
             self._stopwatch.take()  # drop it: this step's record has it already
             self._log(number, metrics | {"timing_s/save_checkpoint": time.perf_counter() - began})
             self._saved = (number, self._sampling.num_batches)
-            self._committing = asyncio.create_task(self._commit(writing.pop_all()))
-
-    async def _commit(self, writing: AsyncExitStack) -> None:
-        await writing.aclose()
-        CHECKPOINT_WRITTEN.set_to_current_time()
-
-    async def _committed(self) -> None:
-        """Wait until the last checkpoint is committed. Raises what kept it from being written."""
-        if self._committing:
-            await self._committing
-
-    @asynccontextmanager
-    async def _committed_at_end(self) -> AsyncIterator[None]:
-        """Commit the last checkpoint at the end, even if a step failed, but not if the run is cancelled."""
-        try:
-            try:
-                yield
-            except Exception:
-                with suppress(RolemeshError):  # the step's error came first
-                    await self._committed()
-                raise
-            await self._committed()
-        finally:
-            if self._committing:
-                self._committing.cancel()
-                await asyncio.wait({self._committing})
+            self._commit.begin(writing.pop_all())
 
     def _log(self, number: int, metrics: Metrics) -> None:
         metrics_file, loggers = self._log_to
@@ -392,23 +322,15 @@ class Run:
         """Return whether something is due after this step: every `every` steps and after the last."""
         return every > 0 and (number == self.status.total_steps or number % every == 0)
 
-    @property
-    def _agents(self) -> Agents | None:
-        rollout = self.job.rollout
-        return Agents(rollout.agent.default_agent_loop, self._tools) if rollout.multi_turn.enable else None
-
-    def _prompts(self, batch: int) -> DataProto:
-        return self._train.batch(self._order.rows(batch))
-
     def _upcoming(self, number: int, sampling: str) -> DataProto | None:
         """Return the rows that step `number` will request from the rollout; None if it will not be made."""
         if number > self.status.total_steps or self.status.stop_requested:
             return None
         rollout = self.job.rollout
-        return fan_out(self._prompts(number), rollout.sampling[sampling].n, rollout.seed, number, sampling)
+        return fan_out(self._data.prompts(number), rollout.sampling[sampling].n, rollout.seed, number, sampling)
 
     def _settings_to_keep(self) -> dict[str, Any]:
-        return settings_to_keep(self.job, **asdict(content_of(self._train, self._val)), files=self._files)
+        return settings_to_keep(self.job, **asdict(self._data.content()), files=self._files)
 
     def _state(self, step: int) -> ControllerState:
         sampling = self._sampling

@@ -10,7 +10,7 @@ from rolemesh.agents.tools import BaseTool, FunctionSchema, ToolResponse, ToolSc
 from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig
 from rolemesh.sandbox.box import ProgramLimits, SandboxUnavailable
-from rolemesh.sandbox.interpreter import Interpreter, ProgramOutput, Sessions
+from rolemesh.sandbox.interpreter import Interpreter, Interpreters, ProgramOutput
 
 CALL_SHARE = 0.8  # of rollout.multi_turn.call_timeout_s; the rest is time to report a call's end
 SPARE_OUTPUT = 1 << 16  # bytes of output beyond what the policy sees
@@ -31,16 +31,16 @@ SCHEMA = FunctionSchema(
 
 
 @dataclass
-class _Interpreter:
-    """An episode's interpreter; `session` is None before the first call, and after the interpreter was lost."""
+class _Episode:
+    """An episode; `interpreter` is None before the first call, and after the interpreter was lost."""
 
-    session: Interpreter | None = None
+    interpreter: Interpreter | None = None
     was_lost: bool = False
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # calls of a turn run in their order
 
 
 class PythonTool(BaseTool):
-    """Runs an episode's code in a process of its own, without rights (docs/rewards.md).
+    """Runs an episode's code in a process of its own, without rights (docs/reward-guarantees.md).
 
     Args:
         job: reward.sandbox has the limits of memory and of a call's CPU seconds.
@@ -59,16 +59,16 @@ class PythonTool(BaseTool):
             memory_bytes=limits.memory_limit_mb << 20,
             output_bytes=4 * settings.max_tool_response_length + SPARE_OUTPUT,
         )
-        self._interpreters: dict[str, _Interpreter] = {}
-        self._sessions = Sessions()
+        self._episodes: dict[str, _Episode] = {}
+        self._interpreters = Interpreters()
         try:
-            self._sessions.start()
+            self._interpreters.start()
         except SandboxUnavailable as error:
             raise InvalidConfig(f"rollout.multi_turn.tools names python, but {error}") from error
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
         name = instance_id or ""
-        self._interpreters[name] = _Interpreter()
+        self._episodes[name] = _Episode()
         return name, ToolResponse()
 
     async def execute(
@@ -77,23 +77,23 @@ class PythonTool(BaseTool):
         code = parameters.get("code")
         if not isinstance(code, str) or len(parameters) != 1:
             raise WrongArguments(f"python takes one argument, code, a text; it got {sorted(parameters)}")
-        interpreter = self._interpreters[instance_id]
-        async with interpreter.turn:
-            before = FRESH if interpreter.was_lost else ""
-            said = await self._run(interpreter, code)
+        episode = self._episodes[instance_id]
+        async with episode.turn:
+            before = FRESH if episode.was_lost else ""
+            said = await self._run(episode, code)
         return ToolResponse(text=before + self._text_of(said)), 0.0, {}
 
-    async def _run(self, interpreter: _Interpreter, code: str) -> ProgramOutput:
+    async def _run(self, episode: _Episode, code: str) -> ProgramOutput:
         ended = True
         try:
-            if interpreter.session is None:
-                interpreter.session = await self._sessions.open(self._limits)
-            said = await interpreter.session.run(code)
+            if episode.interpreter is None:
+                episode.interpreter = await self._interpreters.open(self._limits)
+            said = await episode.interpreter.run(code)
             ended = bool(said.ended)
         finally:
-            interpreter.was_lost = ended
+            episode.was_lost = ended
             if ended:
-                _close(interpreter)
+                _close(episode)
         return said
 
     def _text_of(self, said: ProgramOutput) -> str:
@@ -105,17 +105,17 @@ class PythonTool(BaseTool):
         return text or "(no output)"
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        if (interpreter := self._interpreters.pop(instance_id, None)) is not None:
-            _close(interpreter)
+        if (episode := self._episodes.pop(instance_id, None)) is not None:
+            _close(episode)
 
     def close(self) -> None:
-        for interpreter in self._interpreters.values():
-            _close(interpreter)
-        self._sessions.close()
+        for episode in self._episodes.values():
+            _close(episode)
+        self._interpreters.close()
 
 
-def _close(interpreter: _Interpreter) -> None:
-    session = interpreter.session
-    interpreter.session = None
-    if session is not None:
-        session.close()
+def _close(episode: _Episode) -> None:
+    interpreter = episode.interpreter
+    episode.interpreter = None
+    if interpreter is not None:
+        interpreter.close()

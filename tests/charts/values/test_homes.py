@@ -76,7 +76,7 @@ def generated_by_servers(weights_dir: str) -> dict[str, Any]:
     return {"rollout": {"name": "openai", "openai": {"urls": ["http://a:1"], "weights_dir": weights_dir}}}
 
 
-# Of b, whose roles take turns, on CPUs each parks its weights in the run directory.
+# Of b, whose roles take turns, on CPUs each offloads its weights to the run directory.
 TURNS: dict[str, Any] = {
     "placement": {
         "strategy": "custom",
@@ -266,8 +266,8 @@ def test_roles_that_take_turns_on_a_gpu_do_not_write_to_the_run() -> None:
 
 
 OUTPUTS = mounted("/workspace/outputs", {}, hostPath={"path": "/fast"})
-PARKING = {"placement": TURNS["placement"], **ON_CPU}
-PARKED = {**TURNS["job"], "trainer": {"default_local_dir": "outputs/run"}}
+OFFLOADING = {"placement": TURNS["placement"], **ON_CPU}
+OFFLOADED = {**TURNS["job"], "trainer": {"default_local_dir": "outputs/run"}}
 
 
 @pytest.mark.parametrize(
@@ -278,12 +278,12 @@ PARKED = {**TURNS["job"], "trainer": {"default_local_dir": "outputs/run"}}
             "controller": OUTPUTS,
             "groups": {"actor": OUTPUTS, "critic": OUTPUTS},
         },
-        PARKING | {"job": PARKED, "controller": OUTPUTS, "groups": {"a": OUTPUTS}},
-        PARKING | {"job": PARKED | IN_STORE, "controller": STORE, "groups": {"a": STORE}},
+        OFFLOADING | {"job": OFFLOADED, "controller": OUTPUTS, "groups": {"a": OUTPUTS}},
+        OFFLOADING | {"job": OFFLOADED | IN_STORE, "controller": STORE, "groups": {"a": STORE}},
     ],
     ids=["traces", "weights in a claim", "weights in /tmp"],
 )
-def test_nobody_else_has_to_see_parked_weights_and_traces(values: dict[str, Any]) -> None:
+def test_nobody_else_has_to_see_offloaded_weights_and_traces(values: dict[str, Any]) -> None:
     objects(values)
 
 

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, WeightsUnavailable
-from rolemesh.services.controller.main import warn_of_stale_rows
+from rolemesh.services.controller.job_warnings import warn_of_stale_rows
 from rolemesh.services.controller.stages.advantage_estimation import apply_rollout_correction
 
 

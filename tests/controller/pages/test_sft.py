@@ -193,7 +193,7 @@ async def test_keys_for_generated_answers_have_no_effect_and_warn(tiny_model: Pa
         algorithm={"rollout_correction": correction},
         rollout={"multi_turn": {"enable": True}},
     )
-    warned = {idle.key: idle.reason for idle in job.idle_keys() if idle.is_set}
+    warned = {unused.key: unused.reason for unused in job.unused_keys() if unused.is_set}
     keys = {
         "trainer.max_rollout_kl",
         "rollout.multi_turn.enable",

@@ -19,11 +19,12 @@ from torch.testing import assert_close
 from rolemesh.config import JobConfig
 from rolemesh.data import PromptDataset, PromptOrder
 from rolemesh.dataproto import DataProto
+from rolemesh.methods import methods
 from rolemesh.models.loading import load_tokenizer
-from rolemesh.roles import Metrics, Roles, methods
+from rolemesh.roles import Metrics, Roles
 from rolemesh.rpc.calling.clients import RolloutClient
 from rolemesh.rpc.metadata import VERSION_KEY
-from rolemesh.services.controller.main import new_client
+from rolemesh.services.controller.role_clients import new_client
 from rolemesh.services.controller.stages.experience import fan_out
 from rolemesh.weights.weight_source import WeightSource
 from rolemesh.wire.streams import receive_batches, send

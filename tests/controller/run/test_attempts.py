@@ -20,7 +20,8 @@ from rolemesh.errors import (
     RoleUnavailable,
     WeightsUnavailable,
 )
-from rolemesh.services.controller.run.attempts import COUNTED, FILE, SIZE, Attempts, NoProgress
+from rolemesh.services.controller.run.attempts import COUNTED, FILE, Attempts, NoProgress
+from rolemesh.services.controller.run.attempts_file import SIZE
 
 LIMIT = 3
 

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import json
-from fnmatch import fnmatchcase
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
+from pydantic import BaseModel
 
-from rolemesh.catalog.plugin_imports import forget
+from rolemesh.catalog.plugin_imports import NAMED, forget
 from rolemesh.config import JobConfig
-from rolemesh.config.base import leaves, merge
+from rolemesh.config.base import merge, section_type, value_at
 from rolemesh.config.job import make_job
+from rolemesh.config.job_sections import KEY_FACTS
+from rolemesh.config.key_facts import AtResume
+from rolemesh.config.placement import PlacementConfig
+from rolemesh.config.unused_keys import without_effect
+from rolemesh.errors import InvalidConfig
 from rolemesh.services.controller.run.resume_compat import (
     CLIPS,
     CRITIC,
     IDLE,
+    TOGETHER,
     Comparison,
     compare,
     settings_to_keep,
@@ -112,7 +120,7 @@ def test_rules_that_scored_nothing_may_change() -> None:
     by_rules = settings({"reward": {"rules": "verl"}})
     path = "reward.custom_reward_function.path"
     assert compare(own, by_rules) == Comparison(
-        [], [], ["reward.rules from 'rolemesh' to 'verl'", f"{path} from 'mine.py' to None"], []
+        [], [], [f"{path} from 'mine.py' to None", "reward.rules from 'rolemesh' to 'verl'"], []
     )
     assert compare(by_rules, own) == Comparison([], [], [f"{path} from None to 'mine.py'"], [])
 
@@ -139,44 +147,115 @@ def test_an_older_checkpoint_is_compared_by_what_its_keys_mean() -> None:
     assert compare(earlier, now) == Comparison([], [], [], ["the other keys of actor"])
 
 
-# The keys that are not kept under their own names, by the reason.
-NOT_KEPT = {
-    "a digest of the rows has what it changes": """
-        data.val_files data.*_key data.apply_chat_template_kwargs data.truncation data.filter_overlong_prompts
-        data.*_max_samples rollout.agent.default_agent_loop actor.model.custom_chat_template""",
-    "kept under another name": """
-        plugins algorithm.filter_groups.enable critic.enable actor.clip_ratio actor.clip_ratio_* rollout.mode
-        trainer.max_staleness trainer.total_epochs *.model.revision data.max_length""",
-    "the role's own checkpoint has it": """
-        actor.model.path critic.model.path actor.model.dtype critic.model.dtype actor.model.lora_*
-        actor.model.target_modules""",
-    "a dtype that may follow the device; the documentation says that it is not compared": """
-        reference.model.dtype reward.reward_model.model.dtype rollout.dtype""",
-    "where, in which pieces and how fast it is computed": """
-        placement.* *.fsdp_config.* *.ulysses_sequence_parallel_size *.use_remove_padding *.trust_remote_code
-        *micro_batch_size_per_gpu *use_dynamic_bsz *_max_token_len_per_gpu data.val_batch_size
-        *.enable_gradient_checkpointing *.enable_activation_offload *.num_workers
-        rollout.tensor_model_parallel_size rollout.gpu_memory_utilization rollout.free_cache_engine
-        rollout.max_num_* rollout.enable_* rollout.enforce_eager rollout.load_format
-        trainer.balance_batch trainer.deterministic trainer.device trainer.nnodes trainer.n_gpus_per_node""",
-    "how roles, servers and programs are reached, and how long is waited for them": """
-        rollout.openai.* rollout.multi_turn.*_timeout_s rollout.multi_turn.max_attempts
-        rollout.multi_turn.max_episodes rollout.agent.external.pass_env trainer.*timeout_s""",
-    "when a run begins, ends, validates and saves, and what it writes": """
-        algorithm.filter_groups.max_num_gen_batches trainer.max_rollout_kl trainer.project_name
-        trainer.experiment_name trainer.*_dir trainer.logger trainer.val_* trainer.test_freq trainer.save_*
-        trainer.max_actor_ckpt_to_keep trainer.resume_* trainer.log_val_generations trainer.profile_steps
-        rollout.disable_log_stats reward.overlong_buffer.log""",
-    "refused with any value but its default or the same as another key's": """
-        rollout.prompt_length rollout.response_length rollout.calculate_log_probs""",
+# Jobs in which keys have an effect that they do not have in the default job.
+BASES: tuple[Sections, ...] = (
+    {},
+    merge(GRPO, FILTERS),
+    {"rollout": {"multi_turn": {"enable": True}}, "data": {"val_files": ["a"]}},
+    {"actor": {"use_kl_loss": True, "model": {"path": "models/sft"}}},
+    {"actor": {"model": {"lora_rank": 8}}},
+    {"reward": {"custom_reward_function": {"path": "mine.py"}}},
+    {"reward": {"reward_model": {"enable": True, "model": {"path": "judge"}}}},
+    {"reward": {"reward_manager": "dapo", "overlong_buffer": {"enable": True, "len": 1}}},
+    {"algorithm": {"use_kl_in_reward": True, "use_pf_ppo": True}},
+    {"algorithm": {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive"}}},
+    {"algorithm": {"rollout_correction": {"rollout_is": "token"}}},
+    {"algorithm": {"rollout_correction": {"rollout_rs": "token_k2", "rollout_rs_threshold": 1}}},
+    {"algorithm": {"rollout_correction": {"bypass_mode": True}}},
+    merge(GRPO, {"algorithm": {"adv_estimator": "egpo"}}),
+    {"actor": {"loss_agg_mode": "seq-mean-token-sum-norm"}},
+    *({"actor": {"policy_loss": {"loss_mode": name}}} for name in ("sapo", "clip_cov", "kl_cov")),
+    {"actor": {"policy_loss": {"loss_mode": "dro", "dro_beta": 0.1}}},
+    DPO,
+    {"rollout": {"mode": "async", "name": "vllm"}},
+    {role: {"optim": {"lr_scheduler_type": "cosine"}} for role in ("actor", "critic")}
+    | {"trainer": {"total_training_steps": 4}},
+    {"rollout": {"val_kwargs": {"do_sample": True}}, "data": {"val_files": ["a"]}},
+    {"rollout": {"name": "openai", "openai": {"urls": ["http://a:1"], "weights_dir": "/shared"}}},
+)
+# Another value needs a plug-in, an adapter for servers, or further keys beside it.
+NOT_DRAWN = {
+    *("algorithm.options", "algorithm.page_options", "data.dataset", "data.options", "reward.options"),
+    *("actor.policy_loss.options", "rollout.options", "rollout.multi_turn.mcp_servers", "critic.enable"),
+    *("algorithm.gdpo_reward_weights", "algorithm.rollout_correction.rollout_rs", "rollout.top_p"),
+    *("actor.optim.min_lr_ratio", "critic.optim.min_lr_ratio", "reward.overlong_buffer.enable"),
+    *("rollout.prompt_length", "rollout.response_length", "rollout.calculate_log_probs", "trainer.nnodes"),
+    *("actor.ulysses_sequence_parallel_size", "actor.ppo_max_token_len_per_gpu", "trainer.save_best"),
+    *("trainer.max_actor_ckpt_to_keep", *(f"placement.{key}" for key in PlacementConfig.model_fields)),
+    "rollout.multi_turn.enable",  # a checkpoint without conversations has no key of them: it is missing there
 }
 
 
-def test_every_key_is_kept_or_has_a_reason_why_not() -> None:
-    """A new key is compared at a resume, or this table says why it need not be."""
-    kept = settings({"rollout": {"multi_turn": {"enable": True}}, "actor": {"use_kl_loss": True}})
-    not_kept = [key for key in leaves(JobConfig) if key not in kept]
-    reasons = {pattern: why for why, patterns in NOT_KEPT.items() for pattern in patterns.split()}
-    found = {key: [why for pattern, why in reasons.items() if fnmatchcase(key, pattern)] for key in not_kept}
-    assert {key: whys for key, whys in found.items() if len({*whys}) != 1} == {}
-    assert [pattern for pattern in reasons if not any(fnmatchcase(key, pattern) for key in not_kept)] == []
+@cache
+def job_of(base: int) -> tuple[JobConfig, frozenset[str], Sections]:
+    """A job of BASES, its keys without effect, and what a checkpoint keeps of it."""
+    job = make_job(BASES[base])
+    return job, frozenset(without_effect(job)), settings(BASES[base])
+
+
+def other_values(key: str) -> list[Any]:
+    """Values that a key may have beside its default, and perhaps a few that it may not."""
+    *parents, name = key.split(".")
+    section: type[BaseModel] = JobConfig
+    for parent in parents:
+        section = section_type(section, parent) or section
+    field = section.model_fields[name]
+    if key in NAMED:
+        return [value for named in NAMED[key] for value in (named, [named])]
+    parts = [field.annotation, *get_args(field.annotation)]
+    literals = [value for part in parts if get_origin(part) is Literal for value in get_args(part)]
+    if isinstance(field.default, bool):
+        return [not field.default]
+    if isinstance(field.default, int | float):
+        return [5, 0.5, 2 * field.default, field.default / 2]
+    return [
+        *literals,
+        *([value] for value in literals),
+        True,
+        5,
+        64,
+        0.25,
+        "x",
+        ["x"],
+        [2],
+        [0.5, 0.6],
+        {"x": 1},
+    ]
+
+
+def changed(key: str) -> Iterator[tuple[Sections, Sections]]:
+    """Yield what checkpoints keep of two jobs that differ in a key, which has an effect in both."""
+    for base in range(len(BASES)):
+        job, idle, kept = job_of(base)
+        for value in () if key in idle else other_values(key):
+            other = value
+            for name in reversed(key.split(".")):
+                other = {name: other}
+            try:
+                then = make_job(merge(BASES[base], other))
+            except InvalidConfig:
+                continue
+            if value_at(then, key) != value_at(job, key) and key not in without_effect(then):
+                yield kept, settings_to_keep(then, 10)
+
+
+def declared(at_resume: AtResume) -> list[str]:
+    return [key for key, facts in KEY_FACTS.items() if facts.at_resume is at_resume and key not in NOT_DRAWN]
+
+
+@pytest.mark.parametrize("at_resume", [AtResume.REFUSED, AtResume.WARNED])
+def test_a_resume_refuses_or_warns_as_a_key_declares(at_resume: AtResume) -> None:
+    silent = []
+    for key in declared(at_resume):
+        names = tuple(name for name, keys in TOGETHER.items() if key in keys) or (key,)
+        compared = (compare(*pair) for pair in changed(key))
+        said = (each.refused if at_resume is AtResume.REFUSED else each.changed for each in compared)
+        if not any(phrase.startswith(names) for phrases in said for phrase in phrases):
+            silent.append(key)
+    assert silent == []
+
+
+def test_a_resume_says_nothing_of_a_key_that_is_free() -> None:
+    assert {key: compare(*next(changed(key))) for key in declared(AtResume.FREE)} == dict.fromkeys(
+        declared(AtResume.FREE), NOTHING
+    )

@@ -209,11 +209,11 @@ def test_a_resume_reports_changed_losses_and_advantages() -> None:
         [],
         [],
         [
+            "algorithm.gamma from 1.0 to 0.9",
+            "algorithm.rollout_correction.rollout_is from None to 'token'",
             "actor.policy_loss.loss_mode from 'vanilla' to 'gspo'",
             "actor.entropy_coeff from 0.0 to 0.01",
             "critic.cliprange_value from 0.5 to 0.2",
-            "algorithm.gamma from 1.0 to 0.9",
-            "algorithm.rollout_correction.rollout_is from None to 'token'",
             "trainer.critic_warmup from 0 to 5",
             "upper end of the clip range (actor.clip_ratio) from 0.2 to 0.28",
             "steps that the rollouts may be ahead (rollout.mode, trainer.max_staleness) from 0 to 2",
@@ -376,8 +376,8 @@ def test_a_resume_reports_files_edited_since_the_run_began(tmp_path: Path) -> No
     compared = compare(began, settings("a+c"))
     assert [phrase.partition(" from ")[0] for phrase in compared.changed] == [
         "digest of the validation rows",
-        "digest of the file reward.custom_reward_function.path",
         "digest of the file rollout.multi_turn.tool_config_path",
+        "digest of the file reward.custom_reward_function.path",
     ]
     assert ["trainer.save_best" in hint for hint in compared.hints] == [True]
     tools.unlink()
@@ -427,7 +427,7 @@ def test_an_older_checkpoint_is_not_compared_in_what_it_lacks() -> None:
         for key in ("optim", "ppo_mini_batch_size", "ppo_epochs")
     ]
     others = ["the other keys of actor", "the other keys of critic"]
-    assert compare(earlier, now) == Comparison([], [], [], [COLUMNS, STEPS, *roles, *others])
+    assert compare(earlier, now) == Comparison([], [], [], [COLUMNS, *roles, STEPS, *others])
 
 
 # All that a checkpoint held before pages, plug-ins, digests and optimizers were compared.

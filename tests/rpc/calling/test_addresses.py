@@ -12,7 +12,7 @@ import pytest
 
 from rolemesh.config.job import make_job
 from rolemesh.errors import InvalidBatch, InvalidConfig
-from rolemesh.roles import methods
+from rolemesh.methods import methods
 from rolemesh.rpc.calling.clients import RewardClient
 from rolemesh.rpc.channels import check_address, open_channel
 from rolemesh.rpc.contract import ROLLOUT, WEIGHTS

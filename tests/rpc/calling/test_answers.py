@@ -19,7 +19,7 @@ from rolemesh.config.job import JobConfig, make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.dataproto.equality import same_tensor
 from rolemesh.errors import RoleFailed
-from rolemesh.roles import methods
+from rolemesh.methods import methods
 from rolemesh.rpc.calling.clients import (
     ActorClient,
     CriticClient,

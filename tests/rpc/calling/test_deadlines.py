@@ -22,7 +22,8 @@ from skipping import skip
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import RoleTimeout
-from rolemesh.roles import Metrics, methods
+from rolemesh.methods import methods
+from rolemesh.roles import Metrics
 from rolemesh.rpc.calling.clients import CriticClient, RewardClient, RolloutClient
 from rolemesh.rpc.calling.deadlines import Deadlines
 from rolemesh.rpc.calling.dispatch import ATTEMPTS_PER_REPLICA

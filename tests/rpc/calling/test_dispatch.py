@@ -23,7 +23,7 @@ from rolemesh.errors import (
     RoleTimeout,
     RoleUnavailable,
 )
-from rolemesh.roles import methods
+from rolemesh.methods import methods
 from rolemesh.rpc.calling.clients import ActorClient, RewardClient, RolloutClient
 from rolemesh.rpc.calling.dispatch import ATTEMPTS_PER_REPLICA, piece_rows
 from rolemesh.rpc.calling.replica import Replica

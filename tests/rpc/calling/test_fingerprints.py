@@ -25,7 +25,7 @@ from rolemesh.rpc.calling.clients import RewardClient
 from rolemesh.rpc.calling.discovery import Members
 from rolemesh.rpc.contract import REWARD
 from rolemesh.rpc.serving.server import RoleServer
-from rolemesh.services.controller.main import new_client
+from rolemesh.services.controller.role_clients import new_client
 from rolemesh.services.processes.serve import group_server, load_group
 
 LOCAL = "127.0.0.1:0"

@@ -15,18 +15,18 @@ from rolemesh.batch_validation import BatchValidator
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, RoleFailed
-from rolemesh.roles import Metrics, methods
+from rolemesh.methods import methods
+from rolemesh.roles import Metrics
 from rolemesh.rpc import unary_answers
 from rolemesh.rpc.batches import LARGE_ROWS, batch_of, check_answer
 from rolemesh.rpc.calling.clients import CriticClient
 from rolemesh.rpc.contract import CRITIC, FRAME, REWARD, Rpc, deserializer, rpcs
-from rolemesh.rpc.serving.memory_budget import MemoryBudget
 from rolemesh.rpc.serving.server import RoleServer
 from rolemesh.services.critic.servicer import CriticServicer
 from rolemesh.services.critic.worker import CriticWorker
 from rolemesh.services.processes.serve import services_of
 from rolemesh.v1.actor_pb2 import PublishWeightsResponse
-from rolemesh.wire.limits import MAX_ANSWER_BYTES, MAX_ANSWER_FIELDS, MAX_MANIFEST_BYTES
+from rolemesh.wire.limits import MAX_ANSWER_BYTES, MAX_ANSWER_FIELDS, MAX_MANIFEST_BYTES, MAX_REGION_BYTES
 from rolemesh.wire.streams import LARGE_BYTES, send
 
 # -------------------------------------------------------------------- where batches are looked through
@@ -79,8 +79,9 @@ async def test_validating_a_large_batch_does_not_block_the_event_loop(
     )
     answer = DataProto({"token_level_scores": torch.zeros(rows, width), "acc": torch.zeros(rows)})
     Watched.threads.clear()
-    with MemoryBudget().reserve() as reservation:
-        admitted = await batch_of(rpc, send(request), validator, reservation)
+    admitted = await batch_of(
+        rpc, send(request), validator, max_bytes=MAX_REGION_BYTES, reserve=lambda num_bytes: None
+    )
     await check_answer(rpc, answer, validator, admitted)
     assert [thread != threading.get_ident() for thread in Watched.threads] == [in_a_thread] * 2
 

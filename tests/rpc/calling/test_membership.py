@@ -18,7 +18,7 @@ from serving import gate, reward_batch, reward_job, scored, serve_process, serve
 
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RoleFailed, RoleUnavailable
-from rolemesh.roles import methods
+from rolemesh.methods import methods
 from rolemesh.rpc.calling import discovery, pool
 from rolemesh.rpc.calling.clients import ActorClient, RewardClient, RolloutClient
 from rolemesh.rpc.calling.dispatch import Dispatcher

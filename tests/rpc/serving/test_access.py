@@ -28,7 +28,7 @@ from serving import served
 import rolemesh.v1
 from rolemesh.catalog.role_specs import ROLES
 from rolemesh.errors import InvalidConfig, NotPermitted, RoleUnavailable, WeightsUnavailable
-from rolemesh.roles import methods
+from rolemesh.methods import methods
 from rolemesh.rpc import tls
 from rolemesh.rpc.calling.clients import ActorClient
 from rolemesh.rpc.channels import open_channel

@@ -15,7 +15,7 @@ from weight_holders import Gated, large, pull, stored
 
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import WeightsUnavailable
-from rolemesh.roles import methods
+from rolemesh.methods import methods
 from rolemesh.rpc.calling.clients import RolloutClient
 from rolemesh.rpc.contract import ROLLOUT, WEIGHTS
 from rolemesh.rpc.serving import server as serving_options

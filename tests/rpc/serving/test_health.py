@@ -18,7 +18,7 @@ from serving import Gate, gate, reward_batch, reward_job, serve_process
 from rolemesh.catalog.plugin_imports import forget
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.errors import RoleUnavailable
-from rolemesh.roles import methods
+from rolemesh.methods import methods
 from rolemesh.rpc.calling.clients import ActorClient, RewardClient
 from rolemesh.rpc.channels import CLIENT_OPTIONS
 from rolemesh.rpc.contract import REWARD

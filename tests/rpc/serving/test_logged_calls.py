@@ -8,7 +8,7 @@ import pytest
 from serving import reward_batch, reward_job, serve_process
 
 from rolemesh.errors import NotPermitted, RewardFailed
-from rolemesh.roles import methods
+from rolemesh.methods import methods
 from rolemesh.rpc.calling.clients import RewardClient
 from rolemesh.telemetry import context
 

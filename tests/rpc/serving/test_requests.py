@@ -23,7 +23,7 @@ from rolemesh.catalog.role_specs import ROLES
 from rolemesh.config.job import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import RoleFailed
-from rolemesh.roles import methods
+from rolemesh.methods import methods
 from rolemesh.rpc.contract import GROUP, Rpc, rpcs
 from rolemesh.rpc.metadata import STEP_KEY
 from rolemesh.rpc.serving.server import RoleServer
@@ -175,7 +175,7 @@ async def test_an_undeclared_batch_is_an_error_before_anybody_calls(tiny_model: 
     service = new_service("undeclared", ("ComputeLogProbs", True), ("ComputeNew", True))
     server = RoleServer({"reference": [service]})
     for validator in (None, worker.validator):
-        with pytest.raises(RoleFailed, match=r"undeclared.New/Compute\w+ takes a batch.*rolemesh/roles.py"):
+        with pytest.raises(RoleFailed, match=r"undeclared.New/Compute\w+ takes a batch.*rolemesh/methods.py"):
             await server.ready({service: Servicer(validator)})
     with pytest.raises(
         RoleFailed, match=r"/unary.New/ComputeLogProbs takes a single Frame; a request must be one message"

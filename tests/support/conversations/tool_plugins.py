@@ -11,7 +11,7 @@ import yaml
 from environments import job_with, opening
 from serving import served
 
-from rolemesh.roles import methods
+from rolemesh.methods import methods
 from rolemesh.rpc.calling.episodes import EnvironmentClient
 
 TOOLS = '''

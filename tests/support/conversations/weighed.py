@@ -17,9 +17,10 @@ from rolemesh.catalog.plugin_imports import forget
 from rolemesh.config import JobConfig
 from rolemesh.data.dataset import Agents, PromptDataset
 from rolemesh.dataproto import DataProto
+from rolemesh.methods import methods
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.models.tiny import CHAT_TEMPLATE
-from rolemesh.roles import Environment, Rollout, methods
+from rolemesh.roles import Environment, Rollout
 from rolemesh.rpc.calling.episodes import EnvironmentClient
 from rolemesh.services.controller.conversations.conversation_rollout import ConversationRollout
 from rolemesh.services.controller.stages.experience import collect, fan_out

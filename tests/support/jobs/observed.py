@@ -16,7 +16,7 @@ from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Metrics, Roles
-from rolemesh.services.controller.main import new_client
+from rolemesh.services.controller.role_clients import new_client
 from rolemesh.services.controller.run.loop import Run
 from rolemesh.weights.weight_source import WeightSource
 

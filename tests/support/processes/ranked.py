@@ -26,10 +26,10 @@ from rolemesh.batch_validation import BatchValidator
 from rolemesh.catalog.role_specs import ROLES, RoleSpec
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.dataproto import DataProto
+from rolemesh.methods import Method, methods
 from rolemesh.ranks import leader, rank_messages
 from rolemesh.ranks.follower import follow
 from rolemesh.ranks.rendezvous import Rendezvous, local_store
-from rolemesh.roles import Method, methods
 from rolemesh.rpc.calling.clients import RoleClient
 from rolemesh.services.processes.serve import serve
 from rolemesh.services.reward.servicer import RewardServicer

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rolemesh.columns import COLUMNS
 from rolemesh.dataproto import DataProto
-from rolemesh.roles import Method
+from rolemesh.methods import Method
 from rolemesh.services.rollout.engines.sampling import draw_uniforms
 from rolemesh.v1 import frame_pb2
 from rolemesh.wire.codec import encode

@@ -11,8 +11,8 @@ from sequences import sequence_batch
 from torch import nn
 
 from rolemesh.config.job import JobConfig
+from rolemesh.methods import methods
 from rolemesh.models.loading import named_weights
-from rolemesh.roles import methods
 from rolemesh.rpc.calling.clients import ActorClient, RolloutClient
 from rolemesh.rpc.contract import ACTOR, ROLLOUT, WEIGHTS
 from rolemesh.rpc.serving.server import RoleServer
