@@ -11,7 +11,7 @@ TARGET ?= cpu
 IMAGE ?= localhost/rolemesh:$(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' rolemesh/version.py)$(if $(filter gpu,$(TARGET)),-gpu)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-engines test-tools go-tools examples stress mutation setup vllm lint format chart proto released test-gpu gpu-bundle bench bench-ranks bench-rollout bench-step bench-agents bench-plan dashboards seeds \
+.PHONY: help run test drawn test-engines test-tools go-tools examples stress mutation setup vllm lint format chart proto released test-gpu gpu-bundle bench bench-ranks bench-rollout bench-step bench-agents bench-plan dashboards seeds \
 	curves docs lock check-locks image test-cluster demo-cluster clean
 
 help: ## this list
@@ -34,6 +34,9 @@ test-tools: .venv/bin/uv
 	@$(MAKE) --no-print-directory -j3 setup .venv/.buf go-tools vllm
 
 go-tools: .venv/bin/helm .venv/bin/kube-score
+
+drawn: setup .venv/bin/helm ## the chart beside the plan of 2,000 drawn jobs; a few minutes
+	DRAWN_JOBS=2000 $(BIN)/python scripts/test -n 2 tests/charts/test_drawn_jobs.py $(ARGS)
 
 test-engines: vllm ## the tests that start Ray or vLLM
 	$(BIN)/python scripts/test -n 2 -m "not gpu and not cluster" $(ENGINES) $(ARGS)

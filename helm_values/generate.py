@@ -1,28 +1,24 @@
 """Generates files of the chart: `make chart`.
 
-Helm checks values against values.schema.json. files/defaults.json has the default of each key of the job, for
-templates. examples/tiny-*.yaml have the demo's job file, one for each placement.
+Helm checks values against values.schema.json, which has the rules of rules.py too. files/tables.json has what
+templates look up (tables.py). examples/tiny-*.yaml have the demo's job file, one for each placement.
 """
 
 from __future__ import annotations
 
 import json
-import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from helm_values.kubernetes import typed
-from helm_values.values import StorageValues, Values
-from rolemesh.catalog.engines import ENGINES
-from rolemesh.catalog.estimators import ESTIMATORS
-from rolemesh.catalog.pages import PAGES
-from rolemesh.catalog.plugin_imports import NAMED
-from rolemesh.catalog.role_specs import ROLES, stateless_roles
-from rolemesh.config import JobConfig
-from rolemesh.config.base import MAX_WHOLE, path_keys
-from rolemesh.config.placement import strategies
-from rolemesh.planner.device_specs import GIB
-from rolemesh.planner.host_memory import HF_BYTES, RANK_BYTES, VLLM_BYTES
+from helm_values.rules import rule_of_paths, rules, rules_of_types
+from helm_values.tables import tables
+from helm_values.values import Values
+from rolemesh.catalog.role_specs import ROLES
+from rolemesh.config.base import MAX_WHOLE
+from rolemesh.config.placement import GROUP_NAME, strategies
+from rolemesh.config.plan import PATHS
 
 CHARTS = Path(__file__).parents[1] / "charts"
 CHART = CHARTS / "rlhf-job"
@@ -90,6 +86,7 @@ SEVERAL_LINES = {
 }
 # Any text. The template quotes it.
 ANY_TEXT = {("RewardFunctionValues", "code"), ("PluginsValues", "code")}
+GROUP_NAMES = "lower-case letters, digits and hyphens, at most 24 characters, and not controller or check"
 # Helm holds numbers as doubles, which change larger whole numbers.
 WHOLE = {"minimum": -MAX_WHOLE, "maximum": MAX_WHOLE}
 # Objects of the Kubernetes API, at any depth.
@@ -121,8 +118,46 @@ def schema() -> str:
     typed(schema["properties"], types, LINES, ONE_LINE)
     typed(schema["$defs"], types, LINES, ONE_LINE)
     schema["$defs"] |= types
-    text = json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+    _restrict_groups(schema["$defs"])
+    _restrict_paths(schema["$defs"])
+    for name, own in rules_of_types().items():
+        schema["$defs"][name]["allOf"] = own
+    text = json.dumps(schema, indent=1, ensure_ascii=False).removesuffix("\n}")
+    each = ",\n".join(f"  {json.dumps(rule, ensure_ascii=False)}" for rule in rules())
+    text += f',\n "allOf": [\n{each}\n ]\n}}\n'
     return text.replace("\u2028", r"\u2028").replace("\u2029", r"\u2029")
+
+
+def _restrict_groups(types: dict[str, Any]) -> None:
+    """Name the strategies and the roles, in place; another name for a group is refused with the sentence."""
+    placement = types["PlacementConfig"]["properties"]
+    placement["strategy"]["enum"] = list(strategies())
+    placement["groups"]["additionalProperties"]["items"] = {"enum": list(ROLES)}
+    placement["groups"]["propertyNames"] |= {
+        "if": {"anyOf": [{"not": {"pattern": f"^{GROUP_NAME.pattern}$"}}, {"enum": ["controller", "check"]}]},
+        "then": {"const": GROUP_NAMES},
+    }
+
+
+def _restrict_paths(types: dict[str, Any]) -> None:
+    """Refuse paths that a pod would read elsewhere, in place: at the job's keys of paths, and in a step."""
+    types["Step"]["properties"]["creates"] |= rule_of_paths()
+    for key in PATHS:
+        *path, leaf = key.split(".")
+        section: dict[str, Any] = types["JobConfig"]
+        for part in path:
+            section = types[section["properties"][part]["$ref"].rpartition("/")[2]]
+        for choice in _texts(section["properties"][leaf]):
+            choice |= rule_of_paths()
+
+
+def _texts(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the schemas of texts within a field's."""
+    if node.get("type") == "string":
+        yield node
+    for below in (*node.get("anyOf", ()), node.get("items")):
+        if below:
+            yield from _texts(below)
 
 
 def _restrict(node: Any, pattern: str) -> None:
@@ -157,48 +192,6 @@ def _bound(number: dict[str, Any]) -> None:
             number[bound] = limit
 
 
-def defaults() -> str:
-    """Return the defaults of a job file, and the names that templates need, as JSON."""
-    content = {
-        "roles": list(ROLES),
-        "stateless": list(stateless_roles()),
-        "called": [name for name, role in ROLES.items() if role.wanted is None],
-        "servesWeights": [name for name, role in ROLES.items() if role.serves_weights],
-        "runsUserCode": [name for name, role in ROLES.items() if role.runs_user_code],
-        "names": {key: list(catalog) for key, catalog in NAMED.items()},
-        "paths": path_keys(JobConfig),
-        "estimators": {
-            name: {
-                "page": estimator.default_page,
-                "needsCritic": estimator.needs_critic,
-                "compares": estimator.compares,
-            }
-            for name, estimator in ESTIMATORS.items()
-        },
-        "pages": {
-            name: {"roles": page.roles, "estimates": page.learns_from == "prompts"}
-            for name, page in PAGES.items()
-        },
-        "filters": next(name for name, page in PAGES.items() if page.filters),
-        "elsewhere": [name for name, engine in ENGINES.items() if not engine.on_device],
-        "inDtype": [name for name, engine in ENGINES.items() if engine.reserves_memory],
-        "hostGiB": {
-            name: size // GIB for name, size in (("vllm", VLLM_BYTES), ("perGpu", RANK_BYTES), ("hf", HF_BYTES))
-        },
-        "ray": ray_version(),
-        "storage": StorageValues().model_dump(mode="json", exclude={"singleNode"}),
-        "job": JobConfig().model_dump(mode="json", exclude={"placement"}),
-    }
-    return json.dumps(content, indent=1) + "\n"
-
-
-def ray_version() -> str:
-    """Return the version of Ray that the image has: the extra's."""
-    project = tomllib.loads((CHARTS.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    (requirement,) = project["optional-dependencies"]["ray"]
-    return str(requirement.partition("==")[2])
-
-
 def example(name: str) -> str:
     """Return values that run the demo with the placement of this name, or with ranks."""
     _, _, sections = TINY.read_text(encoding="utf-8").partition("\n\n")
@@ -214,7 +207,7 @@ def example(name: str) -> str:
 def generated() -> dict[Path, str]:
     """Return the path and the text of each generated file."""
     examples = {CHART / "examples" / f"tiny-{name}.yaml": example(name) for name in (*strategies(), "ranks")}
-    return {CHART / "values.schema.json": schema(), CHART / "files" / "defaults.json": defaults()} | examples
+    return {CHART / "values.schema.json": schema(), CHART / "files" / "tables.json": tables()} | examples
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 
 class RolemeshError(Exception):
@@ -26,7 +26,15 @@ class InvalidBatch(RolemeshError, ValueError):
 
 
 class InvalidConfig(RolemeshError, ValueError):
-    """A job file or an override is wrong. The message names the key and the value, and says what to do."""
+    """A job file or an override is wrong. The message names the key and the value, and says what to do.
+
+    Args:
+        findings: if several things are wrong, a sentence for each; the message has them all.
+    """
+
+    def __init__(self, *message: object, findings: Sequence[str] = ()) -> None:
+        super().__init__(*message)
+        self.findings = findings
 
 
 class InvalidData(RolemeshError, ValueError):

@@ -13,7 +13,7 @@ from rolemesh.errors import InvalidConfig, RolemeshError
 from rolemesh.graph import StepGraph
 from rolemesh.models.fetching import fetch_shapes, fetched
 from rolemesh.planner.compare import cluster_of, make_plans
-from rolemesh.planner.plan import Plan
+from rolemesh.planner.estimate import Estimate
 from rolemesh.roles import Roles
 from rolemesh.services.controller.display.curves import draw_curves as _draw
 from rolemesh.services.controller.display.summary import Summary
@@ -98,7 +98,7 @@ async def connect_roles(job: JobConfig, addresses: Mapping[str, Sequence[str]]) 
 
 def plan(
     job: JobConfig, *, gpus: int = 0, gpu: str = "h100", gpu_memory: str = "", search: bool = False
-) -> list[Plan]:
+) -> list[Estimate]:
     """Estimate memory and time of each placement, the best first. Nothing is loaded or started.
 
     Of a model with a Hub name only config.json is downloaded.

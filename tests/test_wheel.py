@@ -42,6 +42,8 @@ def test_a_wheel_holds_services_placements_and_job_files(tmp_path: Path) -> None
         text=True,
         check=True,
     )
+    for name in ("values.yaml", "values.schema.json"):  # which `rolemesh check` reads
+        assert (site / "rolemesh/chart" / name).read_text() == (ROOT / "charts/rlhf-job" / name).read_text()
     tables = sorted(path.stem for path in (ROOT / "charts" / "rlhf-job" / "placements").glob("*.yaml"))
     assert found.stdout.split() == [str(site / "rolemesh" / "placements"), *tables]
     subprocess.run(

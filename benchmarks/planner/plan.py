@@ -34,8 +34,8 @@ from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.models.tiny import byte_tokenizer
 from rolemesh.planner.device_specs import available_memory, cpu, human_size
+from rolemesh.planner.estimate import Cluster, Planner
 from rolemesh.planner.memory import role_memory, role_shapes
-from rolemesh.planner.plan import Cluster, Planner
 from rolemesh.planner.search import as_grouping
 from rolemesh.roles import Roles
 from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker

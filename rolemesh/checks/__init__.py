@@ -1,1 +1,1 @@
-"""Checks of a job against the memory of its devices and containers, before anything starts."""
+"""Checks before anything starts: of a job against the memory that there is, and of values of the chart."""

@@ -18,6 +18,7 @@ from rolemesh.config.rollout import ROWS
 from rolemesh.errors import InvalidConfig
 from rolemesh.planner.activations import FLOAT32, WIDTH, block_bytes, forward_bytes
 from rolemesh.planner.device_specs import GPUS, human_size
+from rolemesh.planner.estimate import Grouping
 from rolemesh.planner.memory import (
     Memory,
     Shapes,
@@ -30,7 +31,6 @@ from rolemesh.planner.memory import (
     tokens_of_pass,
     vllm_memory,
 )
-from rolemesh.planner.plan import Grouping
 from rolemesh.planner.shapes import ModelShape
 
 NO_ROOM = replace(GPUS["h100"], memory_bytes=0)  # vLLM's estimate for it has a cache for one sequence

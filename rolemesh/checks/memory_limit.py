@@ -32,8 +32,7 @@ def refuse_small_limit(job: JobConfig, limit_bytes: int, engines: int = 1) -> No
         InvalidConfig: the limit is too small; the message has the needed bytes.
         ModelNotFound: as role_shapes.
     """
-    roles = next(roles for roles in job.groups.values() if "rollout" in roles)
-    needed = host_memory(job, role_shapes(job, ["rollout"]), roles, engines)
+    needed = host_memory(job, role_shapes(job, ["rollout"]), job.plan.of_role("rollout").roles, engines)
     if needed is None or needed.total <= limit_bytes:
         return
     parts = ", ".join(f"{name} {human_size(size)}" for name, size in asdict(needed).items() if size)

@@ -1,8 +1,9 @@
 """The job file: one YAML file with one typed schema.
 
-There is one module per section. job_sections.py combines them, cross_checks.py checks settings of several of
-them, and job.py makes the checked job. The schema is in the library, not in each service, because the
-controller and the chart need all of it, and services do not import each other.
+There is one module per section. job_sections.py combines them, plan.py decides how a job is deployed,
+cross_checks.py checks settings of several sections, and job.py makes the checked job. The schema is in the
+library, not in each service, because the controller and the chart need all of it, and services do not import
+each other.
 """
 
 from rolemesh.config.base import Config, parse_overrides

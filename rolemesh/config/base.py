@@ -313,7 +313,10 @@ def explain(error: ValidationError, schema: type[BaseModel], where: str) -> Inva
     sentences = [_explained(finding, schema) for finding in findings[:MAX_FINDINGS]]
     if len(findings) > MAX_FINDINGS:
         sentences.append(f"and {len(findings) - MAX_FINDINGS} more")
-    return InvalidConfig(one_line(f"{where}: " + "; ".join(sentences)))
+    return InvalidConfig(
+        one_line(f"{where}: " + "; ".join(sentences)),
+        findings=[one_line(f"{where}: {sentence}") for sentence in sentences],
+    )
 
 
 def _joined(findings: list[ErrorDetails]) -> list[ErrorDetails]:

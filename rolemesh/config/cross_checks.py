@@ -7,6 +7,7 @@ from rolemesh.catalog.catalog import BUILT_IN
 from rolemesh.catalog.estimators import BY_COMPONENTS, BY_CRITIC, BY_GREEDY, BY_TURN
 from rolemesh.catalog.pages import PAGES
 from rolemesh.config.job_sections import JobSections
+from rolemesh.config.plan import Plan
 
 FIXED_TOOLS = {"calculator", "calc_gsm8k_reward"}  # what they answer follows from their arguments
 
@@ -49,9 +50,10 @@ def check_sections(job: JobSections) -> None:
     _check_adapter(job)
     _check_bypass(job)
     _check_passes(job)
-    _check_groups(job)
-    _check_ulysses(job)
-    _check_rows_of_ranks(job)
+    plan = Plan.of(job)
+    _check_groups(job, plan)
+    _check_ulysses(job, plan)
+    _check_rows_of_ranks(job, plan)
 
 
 def _check_keys(job: JobSections) -> None:
@@ -387,44 +389,42 @@ def _check_passes(job: JobSections) -> None:
         )
 
 
-def _check_groups(job: JobSections) -> None:
-    for group, members in job.groups.items():
-        ranks = job.num_ranks(group)
+def _check_groups(job: JobSections, plan: Plan) -> None:
+    for group in plan.groups:
         split = job.rollout.tensor_model_parallel_size
-        if ranks > 1 and split > 1 and "rollout" in members:
+        if group.ranks > 1 and split > 1 and "rollout" in group.roles:
             raise ValueError(
-                f"rollout.tensor_model_parallel_size is {split}, but group {group} has {ranks} ranks "
-                "(placement.ranks), each with one GPU and an engine of its own; set "
+                f"rollout.tensor_model_parallel_size is {split}, but group {group.name} has {group.ranks} "
+                "ranks (placement.ranks), each with one GPU and an engine of its own; set "
                 "tensor_model_parallel_size to 1, or give rollout its own group (placement.strategy)"
             )
-        sharing = [role for role in members if job.on_device(role)]
         is_ahead = job.rollout.mode == "async" and job.trainer.max_staleness > 0
-        if is_ahead and "rollout" in sharing and len(sharing) > 1:
+        if is_ahead and "rollout" in group.models and len(group.models) > 1:
             raise ValueError(
-                f"rollout.mode is async, but rollout shares the device of group {group} with "
-                f"{', '.join(role for role in sharing if role != 'rollout')}: generation keeps its turn to "
-                "the end, so nothing could overlap with it; give rollout its own group "
+                f"rollout.mode is async, but rollout shares the device of group {group.name} with "
+                f"{', '.join(role for role in group.models if role != 'rollout')}: generation keeps its turn "
+                "to the end, so nothing could overlap with it; give rollout its own group "
                 "(placement.strategy), or set rollout.mode to sync"
             )
 
 
-def _check_ulysses(job: JobSections) -> None:
+def _check_ulysses(job: JobSections, plan: Plan) -> None:
     sections = {
         "actor": ("actor", job.actor.model),
         "critic": ("critic", job.critic.model),
         "reference": ("reference", job.reference.model),
         "reward": ("reward.reward_model", job.reward.reward_model.model),
     }
-    for group, roles in job.groups.items():
-        for role in sections.keys() & roles:
+    for group in plan.groups:
+        for role in sections.keys() & group.roles:
             section, model = sections[role]
             size = job.ulysses_size(role)
-            ranks = job.num_ranks(group)
+            ranks = group.ranks
             key = f"{section}.ulysses_sequence_parallel_size"
             if ranks % size:
                 raise ValueError(
                     f"{key} is {size}, which does not divide the {ranks} rank"
-                    f"{'s' * (ranks > 1)} of group {group} (placement.ranks)"
+                    f"{'s' * (ranks > 1)} of group {group.name} (placement.ranks)"
                 )
             if size > 1 and not model.use_remove_padding:
                 raise ValueError(
@@ -433,17 +433,17 @@ def _check_ulysses(job: JobSections) -> None:
                 )
 
 
-def _check_rows_of_ranks(job: JobSections) -> None:
-    for group, roles in job.groups.items():
-        for role in {"actor", "critic"}.intersection(roles):
+def _check_rows_of_ranks(job: JobSections, plan: Plan) -> None:
+    for group in plan.groups:
+        for role in {"actor", "critic"}.intersection(group.roles):
             prompts = job.mini_batch_size(role)
-            ranks = job.num_ranks(group)
+            ranks = group.ranks
             rows = prompts * job.rollout.n
             parts = ranks // job.ulysses_size(role)
             if rows < parts:
                 raise ValueError(
                     f"{role}.ppo_mini_batch_size is {prompts}, so a mini-batch has {rows} row"
                     f"{'s' * (rows > 1)} (rollout.n is {job.rollout.n}), fewer than the {parts} parts that the "
-                    f"{ranks} ranks of group {group} (placement.ranks) compute; set it to a multiple of "
+                    f"{ranks} ranks of group {group.name} (placement.ranks) compute; set it to a multiple of "
                     f"{-(-parts // job.rollout.n)}, or have fewer ranks"
                 )

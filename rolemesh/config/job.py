@@ -12,6 +12,8 @@ from rolemesh.catalog.plugin_imports import load_plugins
 from rolemesh.config.base import explain, is_file, merge, parse_overrides, path_keys
 from rolemesh.config.cross_checks import check_sections
 from rolemesh.config.job_sections import JobSections, Plugins
+from rolemesh.config.plan import Plan
+from rolemesh.config.rollout import MOST_OWN_ROWS
 from rolemesh.config.unused_keys import UnusedKey, overruled_keys, without
 from rolemesh.config.unused_keys import unused_keys as unused_keys_of
 from rolemesh.config.yaml_file import read_texts, read_yaml, to_yaml, write_texts
@@ -25,6 +27,27 @@ class JobConfig(JobSections):
     def _sections_agree(self) -> JobConfig:
         check_sections(self)
         return self
+
+    @property
+    def plan(self) -> Plan:
+        """How the job is deployed: its groups of roles, with replicas, ranks, devices and paths."""
+        return Plan.of(self)
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows that one replica of the rollout decodes at once; each of its ranks has an engine.
+
+        The caller may not know the GPU. If vLLM has one alone, it is assumed to be large.
+        """
+        group = self.plan.of_role("rollout")
+        is_alone = self.trainer.device != "cpu" and group.models == ("rollout",)
+        rows = self.rollout.with_rows_and_share(MOST_OWN_ROWS if is_alone else None).rows_at_once
+        return rows * (group.ranks if "rollout" in group.models else 1)
+
+    @property
+    def has_own_device(self) -> bool:
+        """True if no other role computes on the device of the rollout's engine, which then never sleeps."""
+        return self.plan.of_role("rollout").models == ("rollout",)
 
     def unused_keys(self) -> tuple[UnusedKey, ...]:
         """Return the keys that have no effect in this job."""

@@ -22,9 +22,9 @@ from rolemesh.config.base import Config, absolute_path, value_at
 from rolemesh.config.data import DataConfig, Files
 from rolemesh.config.key_facts import DERIVED, Key, Section, key_facts
 from rolemesh.config.model import CriticModelConfig, FrozenModelConfig, FsdpConfig, ModelConfig, chosen_dtype
-from rolemesh.config.placement import PlacementConfig, num_ranks, num_replicas, place
+from rolemesh.config.placement import PlacementConfig
 from rolemesh.config.reward import RewardConfig
-from rolemesh.config.rollout import MOST_OWN_ROWS, RolloutConfig
+from rolemesh.config.rollout import RolloutConfig
 from rolemesh.config.trainer import TrainerConfig
 
 M = TypeVar("M", bound=ModelConfig)
@@ -190,50 +190,6 @@ class JobSections(Plugins):
 
     # ------------------------------------------------------------ where they run
 
-    @property
-    def groups(self) -> dict[str, tuple[str, ...]]:
-        """The groups of this job's roles. Roles of a group share a process and take turns on its device."""
-        return place(self.placement, self.roles)
-
-    def num_replicas(self, group: str) -> int:
-        """Return the number of processes of a group."""
-        return num_replicas(self.placement, group, self.groups[group])
-
-    def num_ranks(self, group: str) -> int:
-        """Return the number of ranks of each replica of a group."""
-        roles = self.groups[group]
-        on_device = [role for role in roles if self.on_device(role)]
-        return num_ranks(self.placement, group, roles, on_device, self.trainer.world_size)
-
-    @property
-    def num_devices(self) -> int:
-        """Devices of all replicas: one for each rank; of a rollout with one rank, for each of its engine's."""
-        count = 0
-        for group, roles in self.groups.items():
-            if any(self.on_device(role) for role in roles):
-                ranks = self.num_ranks(group)
-                if "rollout" in roles and ranks == 1:
-                    ranks = self.rollout.tensor_model_parallel_size
-                count += self.num_replicas(group) * ranks
-        return count
-
-    @property
-    def rows_at_once(self) -> int:
-        """Rows that one replica of the rollout decodes at once; each of its ranks has an engine.
-
-        The caller may not know the GPU. If vLLM has one alone, it is assumed to be large.
-        """
-        [group] = (group for group, roles in self.groups.items() if "rollout" in roles)
-        is_alone = self.trainer.device != "cpu" and self.has_own_device
-        rows = self.rollout.with_rows_and_share(MOST_OWN_ROWS if is_alone else None).rows_at_once
-        return rows * (self.num_ranks(group) if self.on_device("rollout") else 1)
-
-    @property
-    def has_own_device(self) -> bool:
-        """True if no other role computes on the device of the rollout's engine, which then never sleeps."""
-        roles = next(roles for roles in self.groups.values() if "rollout" in roles)
-        return [role for role in roles if self.on_device(role)] == ["rollout"]
-
     def with_rows_and_share(self, own_rows: int | None = None) -> Self:
         """Return this job with its engine's rows and share of the device decided, as RolloutConfig does."""
         return self.model_copy(update={"rollout": self.rollout.with_rows_and_share(own_rows)})
@@ -245,8 +201,13 @@ class JobSections(Plugins):
     # --------------------------------------------------------------- derived values
 
     @property
+    def given_run_dir(self) -> str:
+        """The run directory as the job gives it, or its default."""
+        return self.trainer.default_local_dir or f"outputs/{self.trainer.experiment_name}"
+
+    @property
     def run_dir(self) -> Path:
-        return absolute_path(self.trainer.default_local_dir or f"outputs/{self.trainer.experiment_name}")
+        return absolute_path(self.given_run_dir)
 
     def profile_dir(self, step: int) -> Path:
         """Return the directory for the profile of a step in trainer.profile_steps (docs/profiling.md)."""

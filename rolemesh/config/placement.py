@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -170,6 +170,11 @@ def num_replicas(placement: PlacementConfig, group: str, roles: Sequence[str]) -
     return next(iter(counts.values()))
 
 
+def takes_world_size(on_device: Iterable[str]) -> bool:
+    """Return whether a group with these roles on a device has as many ranks as trainer.n_gpus_per_node says."""
+    return bool({*on_device} - {"rollout"})
+
+
 def num_ranks(
     placement: PlacementConfig,
     group: str,
@@ -191,7 +196,7 @@ def num_ranks(
         InvalidConfig: its roles differ in ranks, or it cannot have several.
     """
     named = {name: placement.ranks[name] for name in (group, *roles) if name in placement.ranks}
-    if world_size is not None and {*on_device} - {"rollout"}:
+    if world_size is not None and takes_world_size(on_device):
         for name, count in named.items():
             if count != world_size:
                 raise InvalidConfig(

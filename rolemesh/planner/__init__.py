@@ -3,7 +3,7 @@
 shapes.py  reads a model directory; device_specs.py describes the hardware
 memory.py  bytes on a device, with activations.py; host_memory.py has bytes of host memory
 cost.py    seconds of a step; collectives.py has those of collectives among ranks
-plan.py    places groups of roles on devices; search.py compares groupings, compare.py strategies
+estimate.py  groups of roles on devices; search.py compares groupings, compare.py strategies
 
 Nothing here loads a model. torch is imported only if a directory has no weights to count.
 """

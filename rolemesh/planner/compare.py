@@ -8,8 +8,8 @@ from rolemesh.config import JobConfig
 from rolemesh.config.placement import strategies
 from rolemesh.errors import InvalidConfig
 from rolemesh.planner.device_specs import GPUS, Device, available_memory, cpu, parse_size
+from rolemesh.planner.estimate import Cluster, Counts, Estimate, Planner, best_first
 from rolemesh.planner.memory import role_shapes
-from rolemesh.planner.plan import Cluster, Counts, Plan, Planner, best_first
 from rolemesh.planner.search import search
 
 SEARCHED = "found by search"
@@ -36,7 +36,7 @@ def cluster_of(num_gpus: int, gpu: str, memory: str) -> Cluster:
     return Cluster(device, max(1, num_gpus))
 
 
-def make_plans(job: JobConfig, cluster: Cluster, *, searching: bool) -> list[Plan]:
+def make_plans(job: JobConfig, cluster: Cluster, *, searching: bool) -> list[Estimate]:
     """Plan every strategy, and return the plans, best first.
 
     In the job's own strategy, groups have the replicas and ranks that the job file gives them.
@@ -59,7 +59,7 @@ def given_counts(job: JobConfig) -> dict[str, Counts]:
     """Return the replicas and ranks of each group for which the job file sets ranks or several replicas."""
     written = {name for name, count in job.placement.replicas.items() if count > 1} | {*job.placement.ranks}
     return {
-        group: Counts(job.num_replicas(group), job.num_ranks(group))
-        for group, roles in job.groups.items()
-        if written & {group, *roles} or job.num_ranks(group) > 1
+        group.name: Counts(group.replicas, group.ranks)
+        for group in job.plan.groups
+        if written & {group.name, *group.roles} or group.ranks > 1
     }

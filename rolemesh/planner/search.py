@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rolemesh.planner.plan import Grouping, Plan, Planner, best_first
+from rolemesh.planner.estimate import Estimate, Grouping, Planner, best_first
 
 
 def partitions(roles: Sequence[str]) -> Iterator[list[list[str]]]:
@@ -31,7 +31,7 @@ def as_grouping(groups: Sequence[Sequence[str]]) -> Grouping:
     }
 
 
-def search(planner: Planner, name: str = "custom") -> Plan:
+def search(planner: Planner, name: str = "custom") -> Estimate:
     """Return the best plan of all groupings. A role without a model needs no device and gets its own group."""
     modelled = [role for role in planner.job.roles if role in planner.shapes]
     rest = [[role] for role in planner.job.roles if role not in planner.shapes]

@@ -311,7 +311,7 @@ class ActorWorker(PolicyWorker, TrainedWorker):
             ranks,
             dtype=self._published_dtype,
             serve=stripe_server.serve if stripe_server else None,
-            is_for_all=any({"actor", "rollout"} <= {*roles} for roles in self.job.groups.values()),
+            is_for_all="rollout" in self.job.plan.of_role("actor").roles,
         )
         if stripe_server:
             stripe_server.put(held)

@@ -257,6 +257,27 @@ def graph(
     typer.echo(step.to_mermaid() if format is GraphFormat.MERMAID else step.to_text())
 
 
+@app.command(epilog="Example: rolemesh check configs/gsm8k-grpo.yaml configs/recipes/dapo.yaml")
+def check(
+    config: Annotated[
+        Path, typer.Argument(help="A job file, or values of the chart rlhf-job (YAML).", metavar="FILE")
+    ],
+    overrides: Overrides = None,
+) -> None:
+    """Say what is wrong with a job, in one sentence each, and exit with status 2; or that nothing is, and 0.
+
+    It needs no models, no data and no cluster, and starts nothing. Of values of the chart, it finds what the
+    chart's schema refuses, and what the first pod of a release would. GPUs of pods, claims, and what the
+    cluster has are checked by `helm template` and `helm install`.
+    """
+    from rolemesh.services.command_line.check_command import wrong
+
+    if found := wrong(config, overrides or []):
+        typer.echo("\n".join(found))
+        raise typer.Exit(2)
+    typer.echo(f"{config}: nothing is wrong")
+
+
 @app.command(epilog="Example: rolemesh plan job.yaml --gpus 8 --gpu-memory 80GiB --search")
 def plan(
     config: ConfigArgument,

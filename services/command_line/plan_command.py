@@ -14,8 +14,8 @@ from rich.text import Text
 from rolemesh.config import JobConfig
 from rolemesh.config.placement import strategies
 from rolemesh.planner.device_specs import human_size
+from rolemesh.planner.estimate import Estimate
 from rolemesh.planner.memory import Memory
-from rolemesh.planner.plan import Plan
 
 COLOURS = {
     "weights": "blue",
@@ -33,7 +33,7 @@ ROOM_FOR_BARS = 104  # minimum width of the terminal for showing bars
 
 
 def show(
-    job: JobConfig, plans: Sequence[Plan], *, searched: bool = False, console: Console | None = None
+    job: JobConfig, plans: Sequence[Estimate], *, searched: bool = False, console: Console | None = None
 ) -> None:
     """Print a block for each plan: seconds by phase, then its groups and roles with their memory.
 
@@ -64,7 +64,7 @@ def show(
         console.print(f"\n[bold]the job can run in no grouping:[/] the nearest {plans[0].verdict}")
 
 
-def _block(place: int, plan: Plan, *, bars: bool) -> Group:
+def _block(place: int, plan: Estimate, *, bars: bool) -> Group:
     verdict = Text(plan.verdict, "bold green" if plan.fits else "bold red")
     phases = " · ".join(f"{_words(name)} {_seconds(value)}" for name, value in plan.phases.items() if value)
     head = Text.assemble(
@@ -91,7 +91,7 @@ def _block(place: int, plan: Plan, *, bars: bool) -> Group:
     return Group(head, table, *(Text(f"   {note}", "dim") for note in notes(plan)))
 
 
-def notes(plan: Plan) -> list[str]:
+def notes(plan: Estimate) -> list[str]:
     """List what the plan lacks, and what it assumes."""
     memory = plan.cluster.device.usable_bytes
     lines = [plan.blocked] if plan.blocked else []
@@ -154,7 +154,7 @@ def _words(name: str) -> str:
 # -------------------------------------------------------------------------------- for machines
 
 
-def to_json(job: JobConfig, plans: Sequence[Plan]) -> list[dict[str, Any]]:
+def to_json(job: JobConfig, plans: Sequence[Estimate]) -> list[dict[str, Any]]:
     """Convert plans to JSON-like data; sizes in bytes, times in seconds."""
     return [
         {
@@ -183,12 +183,12 @@ def to_json(job: JobConfig, plans: Sequence[Plan]) -> list[dict[str, Any]]:
     ]
 
 
-def to_yaml(job: JobConfig, plan: Plan) -> str:
+def to_yaml(job: JobConfig, plan: Estimate) -> str:
     """Return the plan as the placement section of a job file."""
     return yaml.safe_dump({"placement": _placement(job, plan)}, sort_keys=False)
 
 
-def _placement(job: JobConfig, plan: Plan) -> dict[str, Any]:
+def _placement(job: JobConfig, plan: Estimate) -> dict[str, Any]:
     """Return the section's keys. The launcher, and replicas of roles without a device, are the job file's."""
     placement: dict[str, Any] = {"strategy": plan.name}
     if not strategies().get(plan.name):

@@ -83,6 +83,12 @@ def prepare(
         int | None,
         typer.Option(help="Exit status of the command with which a retry cannot succeed.", metavar="STATUS"),
     ] = None,
+    job: Annotated[
+        Path | None,
+        typer.Option(
+            help="Job file. If it is wrong, the command is not run, as no retry would help.", metavar="FILE"
+        ),
+    ] = None,
     scale_down: ScaleDownOption = None,
 ) -> None:
     """Run a command before a pod's process, unless what it creates exists.
@@ -105,7 +111,9 @@ def prepare(
             limit = max_attempts if counts_in else 0
             attempts = Attempts(Path.cwd(), limit, attempts_of, counts_in, "could not be prepared")
             to_zero = workloads(scale_down or ())
-            asyncio.run(preparing.prepare(command, creates, attempts, final=final, scaled_down=to_zero))
+            asyncio.run(
+                preparing.prepare(command, creates, attempts, final=final, job=job, scaled_down=to_zero)
+            )
 
 
 @app.command(

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from rolemesh.config import load_job
+from rolemesh.config.yaml_file import read_yaml
 from rolemesh.errors import WRONG_INPUT, InvalidConfig, RolemeshError
 from rolemesh.process_group import not_started
 from rolemesh.services.controller.run.attempts import Attempts, NoProgress
@@ -46,6 +48,7 @@ async def prepare(
     attempts: Attempts,
     *,
     final: int | None = None,
+    job: Path | None = None,
     scaled_down: Sequence[Workload] = (),
 ) -> None:
     """Run a command, unless what it creates exists.
@@ -55,11 +58,12 @@ async def prepare(
         creates: made by the command.
         attempts: counts the failures since this command last succeeded. They end with exit code COUNTED.
         final: the exit status with which a retry cannot succeed; None: every failure may be retried.
+        job: a job file that is checked first, so that nobody waits for the command in vain; None: none.
         scaled_down: workloads to scale to zero if there is no retry.
 
     Raises:
-        InvalidConfig: the command cannot be started, or ended with the status `final`; or this process may not
-            look for what it creates.
+        InvalidConfig: the job file is wrong; the command cannot be started, or ended with the status `final`;
+            or this process may not look for what it creates.
         NoProgress: it has failed as often as `attempts` allows.
         NotPrepared: it failed, or what it creates is not there, or the file system failed.
     """
@@ -67,6 +71,8 @@ async def prepare(
         with attempts.forgiven_at_sigterm(), attempts.counted():  # until the command gets the signals
             if await asyncio.to_thread(_is_there, creates):
                 return
+            if job is not None and not read_yaml(job).get("plugins"):  # which the command may create
+                load_job(job)
             await _run(command, creates, attempts, final)
             if not await asyncio.to_thread(_is_there, creates):
                 raise NotPrepared(

@@ -41,9 +41,7 @@ def new_client(
     for key in expected.unreadable:
         log.warning("cannot read the file of %s; replicas of %s may have another one", key, role)
     options: dict[str, Any] = {"timeout_s": job.trainer.rpc_timeout_s, "expected": expected}
-    [group] = (members for members in job.groups.values() if role in members)
-    stateless = not any(ROLES[member].trained for member in group)
-    if not isinstance(addresses, Sequence) and stateless:
+    if not isinstance(addresses, Sequence) and not job.plan.of_role(role).is_trained:
         # A lost replica is replaced and had no state of its own, so wait until the new one has loaded. A group
         # with a trained role has one pod; if that is lost, the run is over.
         options |= {"may_grow": True, "patience_s": job.trainer.ready_timeout_s}

@@ -40,7 +40,6 @@ from rolemesh.services.controller.stop_on_signal import StopOnSignal
 from rolemesh.services.processes.role_processes import (
     RoleProcesses,
     gpus_by_process,
-    members_of,
     role_processes,
     visible_gpus,
 )
@@ -149,7 +148,7 @@ def check_memory(job: JobConfig, roles: Sequence[str]) -> None:
     gpus = visible_gpus(job)
     given = gpus_by_process(job, gpus, roles)
     shapes = role_shapes(job, roles)
-    members = members_of(job, roles)
+    members = {name: group.roles for name, group in job.plan.only(roles).replicas.items()}
     if not gpus:
         refuse_what_cannot_fit(job, shapes, members, available_memory(), "this machine's free memory")
         return

@@ -22,6 +22,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # not in its 
 
 from rolemesh.catalog.role_specs import ROLES
 from rolemesh.config import JobConfig
+from rolemesh.config.plan import Plan, PlannedGroup
 from rolemesh.errors import InvalidConfig, RoleUnavailable
 from rolemesh.ranks.rendezvous import local_store
 from rolemesh.services.controller.run.durably import write_durably
@@ -197,24 +198,24 @@ async def role_processes(job: JobConfig, roles: Sequence[str] = ()) -> AsyncIter
     write_durably(config, job.to_yaml())
     processes = RoleProcesses([])
     stores = []  # each lives as long as its group
-    members = members_of(job, roles)
-    sizes = {name: ranks_of(job, name, members[name]) for name in members}
-    async with launcher_of(job, sum(size for size in sizes.values() if size > 1)) as launcher:
+    plan = job.plan.only(roles)
+    async with launcher_of(
+        job, sum(group.ranks for group in plan.replicas.values() if group.ranks > 1)
+    ) as launcher:
         try:
             gpus = gpus_by_process(job, visible_gpus(job), roles)
             start = partial(_start, directory, config)
-            for name, roles in members.items():
-                if sizes[name] == 1:
-                    process = start(
-                        HERE, RankSlot(0, 1), name, roles, name, role_settings() | _visible(gpus[name])
-                    )
+            for name, group in plan.replicas.items():
+                if group.ranks == 1:
+                    environment = role_settings() | _visible(gpus[name])
+                    process = start(HERE, RankSlot(0, 1), name, group.roles, name, environment)
                     processes.members.append(await process)
                     continue
-                store, ranks = await rank_slots(launcher, job, group_of(name), gpus[name])
+                store, ranks = await rank_slots(launcher, job, group, gpus[name])
                 stores.append(store)
                 for rank, (slot, environment) in enumerate(ranks):
                     own_name = f"{name}-rank-{rank}" if rank else name
-                    process = start(launcher, slot, own_name, roles, name, environment)
+                    process = start(launcher, slot, own_name, group.roles, name, environment)
                     processes.members.append(await process)
             yield processes
         finally:
@@ -241,14 +242,14 @@ async def launcher_of(job: JobConfig, num_ranks: int) -> AsyncIterator[Launcher]
 
 
 async def rank_slots(
-    launcher: Launcher, job: JobConfig, group: str, gpus: Sequence[str]
+    launcher: Launcher, job: JobConfig, group: PlannedGroup, gpus: Sequence[str]
 ) -> tuple[Store, list[tuple[RankSlot, dict[str, str]]]]:
     """Reserve a slot for each rank of a group.
 
     Args:
         launcher: starts the ranks.
         job: the job.
-        group: its name.
+        group: the group.
         gpus: of this machine, one for each rank; empty: the ranks are on a CPU, or Ray finds their GPUs.
 
     Returns:
@@ -257,37 +258,14 @@ async def rank_slots(
     Raises:
         RoleUnavailable: there was no room for them in time.
     """
-    size = job.num_ranks(group)
-    slots = await launcher.reserve(group, size, gpus_by_ray(job), job.trainer.ready_timeout_s)
+    size = group.ranks
+    slots = await launcher.reserve(group.name, size, gpus_by_ray(job), job.trainer.ready_timeout_s)
     store = local_store(size, launcher.address)
     ranks = []
     for rank, slot in enumerate(slots):
         found = rank_environment(rank, size, slot, launcher.address, store.port)
         ranks.append((slot, role_settings(slot.local_size) | _visible(gpus[rank : rank + 1]) | found))
     return store, ranks
-
-
-def members_of(job: JobConfig, roles: Sequence[str] = ()) -> dict[str, tuple[str, ...]]:
-    """Return the replicas of the job's groups, in the order in which they start: name to roles.
-
-    Args:
-        job: the job.
-        roles: only these, in the places that they have in the whole job; empty: all.
-    """
-    wanted = {
-        group: tuple(role for role in own if not roles or role in roles) for group, own in job.groups.items()
-    }
-    return {f"{group}-{i}": own for group, own in wanted.items() if own for i in range(job.num_replicas(group))}
-
-
-def ranks_of(job: JobConfig, replica: str, roles: Sequence[str]) -> int:
-    """Return the number of ranks of a replica that has these roles of its group."""
-    return job.num_ranks(group_of(replica)) if any(job.on_device(role) for role in roles) else 1
-
-
-def group_of(replica: str) -> str:
-    """Return the group of a replica."""
-    return replica.rpartition("-")[0]
 
 
 def visible_gpus(job: JobConfig) -> list[str]:
@@ -306,8 +284,7 @@ def gpus_by_ray(job: JobConfig) -> int:
 def gpus_by_process(job: JobConfig, gpus: Sequence[str], roles: Sequence[str] = ()) -> dict[str, list[str]]:
     """Assign GPUs to replicas of groups, in order. No GPU has two processes, which would not take turns on it.
 
-    A replica gets one GPU for each of its ranks. If its engine has several ranks, it gets one for each of
-    these. It gets none if it has no model on a device, or if Ray finds the GPUs of its ranks.
+    A replica gets the devices of its group, or none if Ray finds the GPUs of its ranks.
 
     Args:
         job: the job.
@@ -320,32 +297,26 @@ def gpus_by_process(job: JobConfig, gpus: Sequence[str], roles: Sequence[str] = 
     Raises:
         InvalidConfig: there are too few GPUs for the ranks of a group or an engine, or for all processes.
     """
+    plan = job.plan.only(roles)
     needed: dict[str, int] = {}
-    for name, own in members_of(job, roles).items():
-        ranks = ranks_of(job, name, own)
-        key = "placement.ranks"
-        if (ranks > 1 and gpus_by_ray(job)) or not any(job.on_device(role) for role in own):
-            needed[name] = 0
-            continue
-        if "rollout" in own and ranks == 1:
-            ranks = job.rollout.tensor_model_parallel_size
-            key = "rollout.tensor_model_parallel_size"
-        if 0 < len(gpus) < ranks:
+    for name, group in plan.replicas.items():
+        needed[name] = 0 if group.ranks > 1 and gpus_by_ray(job) else group.devices
+        if 0 < len(gpus) < needed[name]:
+            key = "placement.ranks" if group.ranks > 1 else "rollout.tensor_model_parallel_size"
             raise InvalidConfig(
-                f"{key} is {ranks} for {', '.join(own)}, but the job may use {len(gpus)} GPUs of "
-                f"this machine, and each rank needs its own; lower {key}"
+                f"{key} is {group.devices} for {', '.join(group.roles)}, but the job may use {len(gpus)} GPUs "
+                f"of this machine, and each rank needs its own; lower {key}"
             )
-        needed[name] = ranks
     if gpus and sum(needed.values()) > len(gpus):
-        raise _too_few_gpus(job, needed, gpus)
+        raise _too_few_gpus(job, plan, needed, gpus)
     free = iter(gpus)
     return {name: list(islice(free, count)) for name, count in needed.items()}
 
 
-def _too_few_gpus(job: JobConfig, needed: Mapping[str, int], gpus: Sequence[str]) -> InvalidConfig:
+def _too_few_gpus(job: JobConfig, plan: Plan, needed: Mapping[str, int], gpus: Sequence[str]) -> InvalidConfig:
     in_turn = [name for name, count in needed.items() for _ in range(count)]
     sharing = in_turn[:: len(gpus)]  # those that would come to the first GPU
-    if len({group_of(name) for name in in_turn}) == 1:
+    if len({plan.replicas[name].name for name in in_turn}) == 1:
         advice = "set fewer placement.replicas"
     else:
         is_ahead = job.rollout.mode == "async" and job.trainer.max_staleness > 0

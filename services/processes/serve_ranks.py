@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh.config import JobConfig
+from rolemesh.config.plan import PlannedGroup
 from rolemesh.errors import InvalidConfig, RoleUnavailable
 from rolemesh.services.processes.launchers import HERE
 from rolemesh.services.processes.role_processes import (
@@ -27,7 +28,7 @@ from rolemesh.telemetry.logs import LogFormat, setup_logging
 log = logging.getLogger(__name__)
 
 
-def spread_group(roles: Sequence[str], job: JobConfig, environment: Mapping[str, str]) -> str | None:
+def spread_group(roles: Sequence[str], job: JobConfig, environment: Mapping[str, str]) -> PlannedGroup | None:
     """Return the group of these roles if this process must start its ranks; None if it serves the roles itself.
 
     Args:
@@ -40,21 +41,21 @@ def spread_group(roles: Sequence[str], job: JobConfig, environment: Mapping[str,
     """
     if "WORLD_SIZE" in environment:
         return None
-    for group, own in job.groups.items():
-        if job.num_ranks(group) == 1 or not {*own} & {*roles}:
+    for group in job.plan.groups:
+        if group.ranks == 1 or not {*group.roles} & {*roles}:
             continue
-        if {*own} == {*roles}:
+        if {*group.roles} == {*roles}:
             return group
         raise InvalidConfig(
-            f"group {group} has {job.num_ranks(group)} ranks (placement.ranks), so its roles are served "
-            f"together and without others: rolemesh serve {','.join(own)}. Or choose a placement.strategy in "
-            f"which {','.join(roles)} are a group"
+            f"group {group.name} has {group.ranks} ranks (placement.ranks), so its roles are served "
+            f"together and without others: rolemesh serve {','.join(group.roles)}. Or choose a "
+            f"placement.strategy in which {','.join(roles)} are a group"
         )
     return None
 
 
 async def serve_ranks(
-    group: str,
+    group: PlannedGroup,
     job: JobConfig,
     arguments: Sequence[str],
     listen: str,
@@ -72,7 +73,7 @@ async def serve_ranks(
     machines. Otherwise this raises, and the process's own supervisor may restart it.
 
     Args:
-        group: its name.
+        group: the group.
         job: the job.
         arguments: of `rolemesh`, for every rank.
         listen: host:port of rank 0.
@@ -88,7 +89,7 @@ async def serve_ranks(
         RoleUnavailable: a rank ended, or could not be started.
     """
     setup_logging(log_format)
-    context.role.set(group)
+    context.role.set(group.name)
     context.job.set(job.trainer.experiment_name)
     shutdown = Shutdown(exit_with_parent, drain_s)
 
@@ -100,19 +101,17 @@ async def serve_ranks(
             own += ["--health-listen", health_listen]
         return own + (["--address-file", str(address_file)] if address_file and rank == 0 else [])
 
-    async with launcher_of(job, job.num_ranks(group)) as launcher:
+    async with launcher_of(job, group.ranks) as launcher:
         while True:
             processes = RoleProcesses([])
             gpus = [] if gpus_by_ray(job) else visible_gpus(job)
             store, ranks = await rank_slots(launcher, job, group, gpus)
             try:
                 for rank, (slot, environment) in enumerate(ranks):
-                    name = f"rank {rank} of {len(ranks)} of {group}"
+                    name = f"rank {rank} of {len(ranks)} of {group.name}"
                     own = of_rank(rank, slot.local_rank)
                     process = await launcher.start(slot, own, environment, None)
-                    processes.members.append(
-                        RoleProcess(job.groups[group], name, name, process, Path(), Path())
-                    )
+                    processes.members.append(RoleProcess(group.roles, name, name, process, Path(), Path()))
                 lost = await _first_end(processes, shutdown)
             finally:
                 # Rank 0 drains for the same time, and then cancels the calls that still run.

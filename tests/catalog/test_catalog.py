@@ -30,8 +30,8 @@ from rolemesh.errors import InvalidConfig
 from rolemesh.methods import Method, methods
 from rolemesh.planner.cost import role_seconds
 from rolemesh.planner.device_specs import GPUS
+from rolemesh.planner.estimate import Cluster, Planner
 from rolemesh.planner.memory import role_memory, role_shapes
-from rolemesh.planner.plan import Cluster, Planner
 from rolemesh.rpc.calling.clients import RoleClient
 from rolemesh.services.controller.pages.choice import record_step
 from rolemesh.services.controller.role_clients import new_client
@@ -344,7 +344,7 @@ async def test_a_role_is_added_in_one_place(tiny_model: Path) -> None:
     with ROLES.adding(judge):
         job = make_job(sections)
         assert "judge" in job.roles
-        assert job.num_replicas("four") == 3
+        assert job.plan["four"].replicas == 3
         assert "judge.compute_scores" in methods(job)
         plan = Planner(job, role_shapes(job), Cluster(GPUS["h100"], 8)).plan("custom", groups)
         assert {group.name: group.devices for group in plan.groups}["four"] == 0

@@ -84,10 +84,10 @@ STEP = {"creates": "made", "command": ["true"]}
             {"mode": "secret", "secret": "a", "secrets": {"rewards": "b"}},
             "tls.secrets.rewards is set, but the components are actor, controller, critic, reward, rollout",
         ),
-        ({"secrets": {"reward": "a"}}, "tls.mode is none, but tls.secret or tls.secrets is set"),
+        ({"secrets": {"reward": "a"}}, "tls.secret or tls.secrets is set, but tls.mode is not secret"),
         (
             {"mode": "certManager", "secret": "a"},
-            "tls.mode is certManager, but tls.secret or tls.secrets is set",
+            "tls.secret or tls.secrets is set, but tls.mode is not secret",
         ),
     ],
 )

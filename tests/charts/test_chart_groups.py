@@ -2,264 +2,29 @@
 
 from __future__ import annotations
 
-import random
 import re
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from rendering import (
-    CHART,
     EXAMPLES,
     ROOT,
     Object,
-    groups,
     heads,
     notes,
     objects,
     of_kind,
-    refusal,
     template,
     workloads,
 )
 
-from rolemesh.catalog.estimators import ESTIMATORS
-from rolemesh.catalog.pages import PAGES
 from rolemesh.catalog.role_specs import ROLES as DECLARED
-from rolemesh.config.base import merge
 from rolemesh.config.job import JobConfig, load_job, make_job
-from rolemesh.config.placement import PlacementConfig, strategies
-from rolemesh.config.yaml_file import read_yaml
-from rolemesh.errors import InvalidConfig
 from rolemesh.fingerprint import fingerprint
 
 ROLES = tuple(DECLARED)
-
-NO_DASHBOARDS = {"monitoring": {"dashboards": {"enabled": False}}}  # large, and no matter here
-GRPO: dict[str, Any] = {"algorithm": {"adv_estimator": "grpo"}, "rollout": {"n": 4}}
-# Each may change which roles a job has, or what is refused of it.
-CHANGES: dict[str, dict[str, Any]] = {
-    "as it is": {},
-    "KL in the reward": {"algorithm": {"use_kl_in_reward": True}},
-    "KL in the loss": {"actor": {"use_kl_loss": True}},
-    "an adapter": {"algorithm": {"use_kl_in_reward": True}, "actor": {"model": {"lora_rank": 8}}},
-    "turns": {"rollout": {"multi_turn": {"enable": True}}},
-    "a critic": {"critic": {"enable": True}},
-    "filtered groups": {"algorithm": {"filter_groups": {"enable": True}}},
-    "short rows": {
-        "data": {"max_length": 256},
-        "actor": {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 256},
-    },
-}
-# What some estimators need besides.
-NEEDS: dict[str, dict[str, Any]] = {
-    "gdpo": {"algorithm": {"gdpo_reward_keys": ["score"]}},
-    "grpo_by_turn": {"rollout": {"multi_turn": {"enable": True}}},
-}
-RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
-BOUNDED = {"trainer": {"total_training_steps": 4}}  # filtered groups need it
-
-
-def jobs() -> dict[str, dict[str, Any]]:
-    """Return every recipe, and of every page (None: the estimator's) with every estimator one job, by name.
-
-    The changes take turns, so that each page and each estimator has each of them; where the job file may not
-    have a change, it has the next one. Left out are an estimator and a page that do not go together.
-    """
-    found = {f"recipe {path.stem}": _of_recipe(path) for path in RECIPES}
-    changes = list(CHANGES.items())
-    for (place, page), (turn, estimator) in product(enumerate([None, *PAGES]), enumerate(ESTIMATORS)):
-        own = {"adv_estimator": estimator, "page": page}
-        answers = page is None or "rollout" in PAGES[page].roles
-        sections: dict[str, Any] = merge(BOUNDED, {"algorithm": own, "rollout": {"n": 4 if answers else 1}})
-        if page and PAGES[page].filters:
-            sections = merge(sections, CHANGES["filtered groups"])
-        sections = merge(sections, NEEDS.get(estimator, {}))
-        first = (place + turn) % len(changes)
-        for name, change in (*changes[first:], *changes[:first]):
-            if not _is_refused(changed := merge(sections, change)):
-                found[f"{page or 'no page'}, {estimator}, {name}"] = changed
-                break
-    return found
-
-
-def _of_recipe(path: Path) -> dict[str, Any]:
-    """A recipe laid on nothing; on GRPO's if it is one to be laid on another."""
-    recipe = read_yaml(path)
-    return merge(BOUNDED, recipe if "adv_estimator" in recipe["algorithm"] else merge(GRPO, recipe))
-
-
-def _is_refused(sections: dict[str, Any]) -> bool:
-    try:
-        make_job(sections)
-    except InvalidConfig:
-        return True
-    return False
-
-
-def drawn(seed: int) -> dict[str, Any]:
-    """A placement: roles in groups at random, now and then one twice or none, and replicas that may not fit."""
-    draw = random.Random(seed)
-    names = ["a", "b-2", "learn", "x" * 24]
-    own: dict[str, list[str]] = {}
-    for role in draw.sample(ROLES, len(ROLES)):
-        for _ in range(draw.choice([1, 1, 1, 1, 1, 1, 1, 1, 0, 2])):
-            own.setdefault(draw.choice(names), []).append(role)
-    replicas = {role: draw.choice([1, 1, 2]) for role in ("rollout", "reference", "reward")}
-    return {"strategy": "custom", "groups": own, "replicas": replicas}
-
-
-JOBS = jobs()
-TABLES = [{"strategy": name} for name, table in strategies().items() if table]
-# One placement of each job: the tables take turns with a drawn one.
-PLACED = {
-    name: (sections, [*TABLES, drawn(seed)][seed % (len(TABLES) + 1)])
-    for seed, (name, sections) in enumerate(JOBS.items())
-}
-
-
-def test_the_jobs_cover_every_recipe_page_estimator_and_change() -> None:
-    made = [make_job(sections) for sections in JOBS.values()]
-    assert {job.page.name for job in made} == set(PAGES)
-    assert {job.estimator.name for job in made} == set(ESTIMATORS)
-    assert {role for job in made for role in job.roles} == set(ROLES)
-    assert {name.rpartition(", ")[2] for name in JOBS if ", " in name} == set(CHANGES)
-    assert sum(name.startswith("recipe ") for name in JOBS) == len(RECIPES)
-
-
-@pytest.mark.parametrize(("sections", "placement"), PLACED.values(), ids=PLACED)
-def test_the_groups_of_the_chart_are_the_jobs(sections: dict[str, Any], placement: dict[str, Any]) -> None:
-    values = {"job": sections, "placement": placement} | NO_DASHBOARDS
-    try:
-        job = make_job(sections | {"placement": placement})
-    except InvalidConfig:
-        assert refusal(values)
-        return
-    things = objects(values)
-    assert groups(things) == job.groups
-    counts = {thing["metadata"]["name"]: thing["spec"]["replicas"] for thing in workloads(things)}
-    assert counts == {f"demo-{group}": job.num_replicas(group) for group in job.groups}
-    trained = {f"demo-{name}" for name, roles in job.groups.items() if {"actor", "critic"} & set(roles)}
-    assert {thing["metadata"]["name"] for thing in of_kind(things, "StatefulSet")} == trained
-    assert _read(things) == job.model_copy(
-        update={"placement": job.placement.model_copy(update={"replicas": PlacementConfig().replicas})}
-    )
-
-
-AHEAD = {"rollout": {"mode": "async"}}
-DISAGREEING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "as it is": ({}, {}),
-    "a batch of no mini-batches": ({"data": {"train_batch_size": 100}}, {}),
-    "a mini-batch of no micro-batches": ({"actor": {"ppo_micro_batch_size_per_gpu": 48}}, {}),
-    "rows that divide though prompts do not": (
-        {"actor": {"ppo_micro_batch_size_per_gpu": 48}, "rollout": {"n": 3}},
-        {},
-    ),
-    "the critic's mini-batch": ({"critic": {"ppo_mini_batch_size": 96}}, {}),
-    "no critic's": ({"critic": {"ppo_mini_batch_size": 96}} | GRPO, {}),
-    "nothing to compare": ({"algorithm": {"adv_estimator": "grpo"}}, {}),
-    "nothing to leave out": ({"algorithm": {"adv_estimator": "rloo"}}, {}),
-    "the batch to compare with": ({"algorithm": {"adv_estimator": "reinforce_plus_plus_baseline"}}, {}),
-    "ahead": (AHEAD, {"strategy": "standalone"}),
-    "ahead on a shared device": (AHEAD, {"strategy": "hybrid"}),
-    "ahead by nothing": (AHEAD | {"trainer": {"max_staleness": 0}}, {"strategy": "hybrid"}),
-    "ahead beside rules": (
-        AHEAD,
-        {"strategy": "custom", "groups": {"a": ["actor", "critic"], "b": ["rollout", "reward"]}},
-    ),
-    "ahead beside a model": (
-        AHEAD | {"reward": {"reward_model": {"enable": True}}},
-        {"strategy": "custom", "groups": {"a": ["actor", "critic"], "b": ["rollout", "reward"]}},
-    ),
-}
-
-
-@pytest.mark.parametrize(("sections", "placement"), DISAGREEING.values(), ids=DISAGREEING)
-def test_the_chart_and_the_job_file_refuse_the_same_listed_jobs(
-    sections: dict[str, Any], placement: dict[str, Any]
-) -> None:
-    """The jobs are those of JOBS, on each placement."""
-    try:
-        make_job(sections | {"placement": placement})
-        agree = True
-    except InvalidConfig:
-        agree = False
-    assert (refusal({"job": sections, "placement": placement} | NO_DASHBOARDS) == "") == agree
-
-
-# What _refuse.tpl reads of a job, each key with values of which some do not agree.
-READ: dict[str, list[Any]] = {
-    "algorithm.adv_estimator": ["gae", "gae", "gae", "grpo", "remax"],
-    "rollout.n": [1, 1, 2],
-    "rollout.mode": ["sync", "sync", "async"],
-    "rollout.name": ["hf", "hf", "openai"],
-    "data.train_batch_size": [12, 12, 12, 12, 10],
-    "data.max_prompt_length": [48, 56],
-    "data.max_response_length": [16, 16, 40],
-    "actor.ppo_mini_batch_size": [6, 12],
-    "actor.ppo_micro_batch_size_per_gpu": [2, 3, 4],
-    "actor.use_dynamic_bsz": [None, False, True, True],
-    "actor.ppo_max_token_len_per_gpu": [None, 96, 128],
-    "actor.use_kl_loss": [None, True],
-    "critic.ppo_mini_batch_size": [None, 4, 6],
-    "critic.ppo_micro_batch_size_per_gpu": [2, 4],
-    "critic.use_dynamic_bsz": [None, False, True],
-    "critic.ppo_max_token_len_per_gpu": [None, 64, 128],
-    "reference.log_prob_use_dynamic_bsz": [None, False, True],
-    "reference.log_prob_max_token_len_per_gpu": [None, 64, 128],
-    "reward.reward_model.enable": [None, True],
-    "trainer.max_staleness": [None, 0, 1],
-}
-# Pods, and what each role has, are the chart's matter alone, and have tests of their own.
-OF_PODS = {"rollout.tensor_model_parallel_size", "trainer.device", "reward.custom_reward_function"}
-# What plug-ins bring, too (test_plugin_values.py); and what JOBS has with each page.
-OF_PODS |= {"algorithm.page", "critic.enable", "data.max_length"}
-OF_PODS |= {"trainer.n_gpus_per_node", "trainer.nnodes"}  # the chart reads placement.ranks alone
-OF_PODS |= {"rollout.dtype", "rollout.free_cache_engine"}  # the memory of pods (test_refusals.py)
-SEEDS = range(32)
-
-
-def draws(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A job, of which the chart may know that its sections do not agree, and its placement."""
-    draw = random.Random(seed)
-    sections: dict[str, dict[str, Any]] = {}
-    for key, choices in READ.items():
-        *path, name = key.split(".")
-        section = sections
-        for part in path:
-            section = section.setdefault(part, {})
-        if (value := draw.choice(choices)) is not None:
-            section[name] = value
-    if sections["rollout"]["name"] == "openai":
-        sections["rollout"]["openai"] = {"urls": ["http://fleet:8000"], "weights_dir": "/mnt/weights"}
-    return sections, {"strategy": draw.choice(["standalone", "standalone", "hybrid", "split-collocate"])}
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_the_chart_and_the_job_file_refuse_the_same_drawn_jobs(seed: int) -> None:
-    """The jobs are drawn at random, by seed."""
-    sections, placement = draws(seed)
-    assert (refusal({"job": sections, "placement": placement} | NO_DASHBOARDS) != "") == _is_refused(
-        sections | {"placement": placement}
-    )
-
-
-def test_neither_few_nor_most_of_the_drawn_jobs_are_refused() -> None:
-    drawn_jobs = [sections | {"placement": placement} for sections, placement in map(draws, SEEDS)]
-    assert len(SEEDS) / 4 < sum(map(_is_refused, drawn_jobs)) < len(SEEDS) * 3 / 4
-
-
-def test_every_key_of_a_job_that_the_chart_refuses_by_is_drawn() -> None:
-    text = (CHART / "templates" / "_refuse.tpl").read_text(encoding="utf-8")
-    sections = "|".join(JobConfig.model_fields)
-    read = set(re.findall(rf"[$)][a-z]*\.((?:{sections})\.[a-z_]+(?:\.[a-z_]+)?)", text))
-    missing = {key for key in read if not any(known.startswith(key) for known in (*READ, *OF_PODS))}
-    assert not {key for key in missing if not any(key.startswith(known) for known in OF_PODS)}
-    for name in set(re.findall(r"\$section\.([a-z_]+)", text)):
-        assert any(key.endswith(f".{name}") for key in READ), name
-    assert {"actor.use_dynamic_bsz", "data.max_prompt_length"} <= read
 
 
 def _read(things: list[Object]) -> Any:

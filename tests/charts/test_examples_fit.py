@@ -16,8 +16,8 @@ from rolemesh.config.job import make_job
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.planner.compare import make_plans
 from rolemesh.planner.device_specs import GPUS, cpu, parse_size
+from rolemesh.planner.estimate import Cluster, Planner
 from rolemesh.planner.memory import role_shapes
-from rolemesh.planner.plan import Cluster, Planner
 
 # Their config.json, as published; a reward model of 7B has the shape of a language model of 7B.
 HIDDEN = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -80,7 +80,7 @@ def test_the_planner_says_that_the_example_can_be_run(path: Path, tmp_path: Path
     on_gpus = any(devices.values())
     memory = sum(pods * parse_size(limit["memory"].replace("i", "iB")) for pods, limit in limits.values())
     cluster = Cluster(GPUS["h100"] if on_gpus else cpu(memory), sum(devices.values()) or 1)
-    plan = Planner(job, role_shapes(job), cluster).divided(job.placement.strategy, job.groups, devices)
+    plan = Planner(job, role_shapes(job), cluster).divided(job.placement.strategy, job.plan.grouping, devices)
     assert plan.verdict == "fits"
 
 
@@ -93,7 +93,7 @@ def test_a_job_that_needs_two_gpus_for_one_role_is_no_example(tmp_path: Path) ->
     devices = {group: pods * int(limit["nvidia.com/gpu"]) for group, (pods, limit) in limits.items()}
     planner = Planner(job, role_shapes(job), Cluster(GPUS["h100"], sum(devices.values())))
     alone = devices | {"actor": 1, "critic": 1}
-    assert planner.divided("standalone", job.groups, alone).verdict == "does not fit"
+    assert planner.divided("standalone", job.plan.grouping, alone).verdict == "does not fit"
     plans = {plan.name: plan for plan in make_plans(job, Cluster(GPUS["h100"], 128), searching=False)}
     assert plans["standalone"].verdict == "fits"
     assert {group.name: group.ranks > 1 for group in plans["standalone"].groups}["actor"]
@@ -109,4 +109,4 @@ def test_a_job_file_with_realistic_sizes_fits_on_an_80_gb_gpu(name: str, tmp_pat
     directory = model_directory(job.actor.model.path, tmp_path)
     job = load_job(files[0], [*files[1:], f"actor.model.path={directory}"])
     planner = Planner(job, role_shapes(job), Cluster(GPUS["h100"], 1))
-    assert planner.plan(job.placement.strategy, job.groups).verdict == "fits"
+    assert planner.plan(job.placement.strategy, job.plan.grouping).verdict == "fits"

@@ -107,7 +107,7 @@ def test_a_role_larger_than_one_gpu_is_planned_with_ranks(job_7b: Path, tmp_path
     printed = yaml.safe_load(searched.stdout[searched.stdout.index("placement:") :])
     (tmp_path / "placement.yaml").write_text(yaml.safe_dump(printed))
     job = load_job(job_7b, [str(tmp_path / "placement.yaml")])
-    assert any(job.num_ranks(group) > 1 for group in job.groups)
+    assert any(job.plan[group].ranks > 1 for group in job.plan.grouping)
 
 
 def test_a_plan_without_a_fit_says_by_how_much_and_exits_with_1(job_7b: Path) -> None:
@@ -132,8 +132,8 @@ def test_the_search_prints_a_placement_that_a_job_takes(job_7b: Path, tmp_path: 
         (tmp_path / "job.yaml").write_text(yaml.safe_dump(placed))
         job = load_job(tmp_path / "job.yaml", [override])
         assert job.placement.strategy == strategy
-        assert max(map(job.num_ranks, job.groups)) > 1 or gpus == 1
-        assert sorted(role for roles in job.groups.values() for role in roles) == sorted(job.roles)
+        assert max(group.ranks for group in job.plan.groups) > 1 or gpus == 1
+        assert sorted(role for roles in job.plan.grouping.values() for role in roles) == sorted(job.roles)
 
 
 def test_the_printed_placement_keeps_the_launcher_and_replicas(job_7b: Path) -> None:

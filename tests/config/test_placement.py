@@ -29,7 +29,7 @@ def job(placement: dict[str, Any], *, reference: bool = True, **sections: Any) -
 def test_a_table_has_every_role_once(strategy: str) -> None:
     assert sorted(role for roles in TABLES[strategy].values() for role in roles) == sorted(ROLES)
     assert all(GROUP_NAME.fullmatch(name) for name in TABLES[strategy])
-    placed = job({"strategy": strategy}, rollout=CONVERSES).groups
+    placed = job({"strategy": strategy}, rollout=CONVERSES).plan.grouping
     assert {role for roles in placed.values() for role in roles} == set(ROLES)
 
 
@@ -50,21 +50,23 @@ def test_the_tables_are_the_layouts_of_those_they_name() -> None:
 
 
 def test_each_role_is_alone_unless_the_job_says_otherwise() -> None:
-    assert job({}, rollout=CONVERSES).groups == {role: (role,) for role in ROLES}
+    assert job({}, rollout=CONVERSES).plan.grouping == {role: (role,) for role in ROLES}
 
 
 def test_roles_that_a_job_lacks_drop_out_and_empty_groups_vanish() -> None:
     grpo = {"algorithm": {"adv_estimator": "grpo"}, "rollout": {"n": 2}}
-    assert make_job({"placement": {"strategy": "standalone"}} | grpo).groups == {
+    assert make_job({"placement": {"strategy": "standalone"}} | grpo).plan.grouping == {
         role: (role,) for role in ("actor", "rollout", "reward")
     }
     split = make_job({"placement": {"strategy": "split-collocate"}} | grpo)
-    assert split.groups == {"policy": ("actor",), "scoring": ("reward",), "rollout": ("rollout",)}
+    assert split.plan.grouping == {"policy": ("actor",), "scoring": ("reward",), "rollout": ("rollout",)}
 
 
 def test_groups_of_strategy_custom_are_the_jobs() -> None:
     groups = {"one": ["rollout", "critic"], "two": ["reward", "reference"], "three": ["actor"]}
-    assert job({"strategy": "custom", "groups": groups}).groups == {k: tuple(v) for k, v in groups.items()}
+    assert job({"strategy": "custom", "groups": groups}).plan.grouping == {
+        k: tuple(v) for k, v in groups.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,7 @@ def test_replicas_of_a_group_are_those_of_all_its_roles() -> None:
     placed = job(
         {"strategy": "custom", "groups": groups, "replicas": {"reference": 2, "reward": 2, "rollout": 3}}
     )
-    assert [placed.num_replicas(group) for group in groups] == [1, 2, 3]
+    assert [placed.plan[group].replicas for group in groups] == [1, 2, 3]
 
 
 def test_rollouts_cannot_run_ahead_on_a_device_that_they_share() -> None:
@@ -143,7 +145,7 @@ def test_processes_take_the_next_gpu_until_none_is_left() -> None:
         "critic-0": ["1"],
         "reward-0": [],  # rules have nothing there
     }
-    assert standalone.num_devices == 5
+    assert standalone.plan.num_devices == 5
     assert gpus_by_process(job({"strategy": "hybrid"}), ["0", "1"]) == {"policy-0": ["0"], "scoring-0": ["1"]}
     assert gpus_by_process(job({"strategy": "collocate"}), ["4"]) == {"all-0": ["4"]}
     assert set(map(tuple, gpus_by_process(standalone, []).values())) == {()}
@@ -163,7 +165,7 @@ def test_an_engine_of_several_ranks_gets_as_many_gpus() -> None:
     two_ranks = job({"strategy": "split-collocate"}, rollout={"name": "vllm", "tensor_model_parallel_size": 2})
     given = gpus_by_process(two_ranks, ["0", "1", "2", "3"])
     assert given == {"policy-0": ["0"], "scoring-0": ["1"], "rollout-0": ["2", "3"]}
-    assert two_ranks.num_devices == 4
+    assert two_ranks.plan.num_devices == 4
     with pytest.raises(InvalidConfig, match=r"tensor_model_parallel_size is 2 .* use 1 GPUs"):
         gpus_by_process(two_ranks, ["0"], ("rollout",))
 
@@ -178,7 +180,7 @@ def test_several_ranks_get_a_gpu_each() -> None:
         "critic-0": ["7"],
         "reward-0": [],
     }
-    assert ranked.num_devices == 8
+    assert ranked.plan.num_devices == 8
     hybrid = job({"strategy": "hybrid", "ranks": {"policy": 2}})
     assert gpus_by_process(hybrid, ["0", "1", "2"]) == {"policy-0": ["0", "1"], "scoring-0": ["2"]}
     with pytest.raises(InvalidConfig, match=r"ranks is 2 for actor, but the job may use 1 GPUs"):
@@ -187,29 +189,29 @@ def test_several_ranks_get_a_gpu_each() -> None:
 
 
 def test_ranks_of_a_group_or_of_all_its_roles() -> None:
-    assert [job({}).num_ranks(group) for group in job({}).groups] == [1] * 5
+    assert [group.ranks for group in job({}).plan.groups] == [1] * 5
     split = {"strategy": "split-collocate"}
     for ranks in ({"policy": 4}, {"actor": 4, "reference": 4}, {"policy": 4, "actor": 4}):
         placed = job(split | {"ranks": ranks})
-        assert {group: placed.num_ranks(group) for group in placed.groups} == {
+        assert {group: placed.plan[group].ranks for group in placed.plan.grouping} == {
             "policy": 4,
             "scoring": 1,
             "rollout": 1,
         }
     # A reward by rules has nothing on the device; rank 0 alone has it.
     for ranks in ({"scoring": 2}, {"critic": 2}):
-        assert job(split | {"ranks": ranks}).num_ranks("scoring") == 2
+        assert job(split | {"ranks": ranks}).plan["scoring"].ranks == 2
     scored = {"reward": {"reward_model": {"enable": True}}}
     both = job({"ranks": {"reward": 2}, "replicas": {"reward": 3}}, **scored)
-    assert (both.num_ranks("reward"), both.num_replicas("reward")) == (2, 3)
-    assert job({"ranks": {"rollout": 1, "reward": 1}}).num_ranks("rollout") == 1
+    assert (both.plan["reward"].ranks, both.plan["reward"].replicas) == (2, 3)
+    assert job({"ranks": {"rollout": 1, "reward": 1}}).plan["rollout"].ranks == 1
 
 
 def test_every_rank_of_a_rollout_group_has_an_engine_of_its_own() -> None:
     limit = {"max_num_seqs": 64}
     assert job({"strategy": "hybrid"}, rollout=limit).rows_at_once == 64
     assert job({"strategy": "hybrid", "ranks": {"policy": 2}}, rollout=limit).rows_at_once == 128
-    assert job({"strategy": "collocate", "ranks": {"all": 4}}).num_ranks("all") == 4
+    assert job({"strategy": "collocate", "ranks": {"all": 4}}).plan["all"].ranks == 4
     split = {"name": "vllm", "tensor_model_parallel_size": 2}
     with pytest.raises(
         InvalidConfig,
@@ -220,7 +222,7 @@ def test_every_rank_of_a_rollout_group_has_an_engine_of_its_own() -> None:
     # Other servers generate: rank 0 alone has the rollout.
     servers = {"name": "openai", "openai": {"urls": ["http://127.0.0.1:8000"], "weights_dir": "/shared"}}
     asking = job({"strategy": "hybrid", "ranks": {"actor": 2, "reference": 2}}, rollout=servers | limit)
-    assert (asking.num_ranks("policy"), asking.rows_at_once) == (2, 64)
+    assert (asking.plan["policy"].ranks, asking.rows_at_once) == (2, 64)
 
 
 def test_an_engine_with_its_own_gpu_gets_all_rows_it_can_decode() -> None:
@@ -272,19 +274,19 @@ def test_verls_gpu_counts_are_the_ranks_of_groups_with_a_model() -> None:
     split = {"strategy": "split-collocate"}
     for given, ranks in (({"n_gpus_per_node": 4}, 4), ({"n_gpus_per_node": 2, "nnodes": 2}, 4), ({}, 1)):
         spread = job(split, trainer=given)
-        assert {group: spread.num_ranks(group) for group in spread.groups} == {
+        assert {group: spread.plan[group].ranks for group in spread.plan.grouping} == {
             "policy": ranks,
             "scoring": ranks,
             "rollout": 1,
         }
     alone = job({}, trainer={"n_gpus_per_node": 2})  # a reward by rules has no model
-    assert {group: alone.num_ranks(group) for group in alone.groups} == {
+    assert {group: alone.plan[group].ranks for group in alone.plan.grouping} == {
         **{"actor": 2, "reference": 2, "critic": 2},
         **{"rollout": 1, "reward": 1},
     }
-    assert job({"strategy": "collocate"}, trainer={"n_gpus_per_node": 1}).num_ranks("all") == 1
+    assert job({"strategy": "collocate"}, trainer={"n_gpus_per_node": 1}).plan["all"].ranks == 1
     both = job({"ranks": {"actor": 2}}, trainer={"n_gpus_per_node": 2})
-    assert both.num_ranks("actor") == 2
+    assert both.plan["actor"].ranks == 2
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,19 @@ async def test_a_command_that_does_not_make_what_it_should_has_failed(tmp_path: 
     assert '"starts": 1' in (tmp_path / "counts.json").read_text()
 
 
+async def test_a_wrong_job_is_refused_before_the_command_runs(tmp_path: Path) -> None:
+    """Unless it has plug-ins, which the command may make."""
+    made, job = tmp_path / "made", tmp_path / "job.yaml"
+    job.write_text("trainer: {sav_freq: 1}")
+    command = ["touch", str(made)]
+    with pytest.raises(InvalidConfig, match="unknown key 'trainer"):
+        await prepare(command, made, counting(tmp_path), job=job)
+    assert not made.exists()
+    job.write_text("plugins: [made.py]\ntrainer: {sav_freq: 1}")
+    await prepare(command, made, counting(tmp_path), job=job)
+    assert made.exists()
+
+
 @pytest.mark.parametrize(
     ("command", "failures", "error", "words"),
     [

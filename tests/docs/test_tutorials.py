@@ -133,7 +133,7 @@ def test_the_cluster_tutorials_values_render_to_its_kinds() -> None:
 def test_the_many_gpus_tutorials_job_has_the_ranks_of_each_step() -> None:
     job, *steps = (yaml.safe_load(block) for block in blocks("many-gpus", "yaml"))
     jobs = [make_job(merge(job, step)) for step in steps]
-    spread = [{group: n for group in one.groups if (n := one.num_ranks(group)) > 1} for one in jobs]
+    spread = [{group: n for group in one.plan.grouping if (n := one.plan[group].ranks) > 1} for one in jobs]
     assert spread == [{}, {"all": 8}, {"policy": 20}]
     assert [one.rollout.tensor_model_parallel_size for one in jobs] == [1, 1, 4]
 

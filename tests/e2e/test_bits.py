@@ -76,7 +76,7 @@ async def test_steps_over_grpc_equal_steps_in_process_bit_for_bit(
     job = small_job(tmp_path, tiny_model, "run", *ALGORITHMS[algorithm], *PLACEMENTS[placement])
     before = num_switches()
     await train_over_grpc(job)
-    shares = any(sum(map(job.on_device, roles)) > 1 for roles in job.groups.values())
+    shares = any(sum(map(job.on_device, roles)) > 1 for roles in job.plan.grouping.values())
     assert (num_switches() > before) == shares
     assert_same_bits(job, expected)
 

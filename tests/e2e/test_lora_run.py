@@ -61,7 +61,7 @@ async def test_an_adapter_over_grpc_equals_one_in_process_bit_for_bit(
     job = small_job(tmp_path, tiny_model, "run", *LORA, f"placement.strategy={strategy}")
     async with AsyncExitStack() as stack:
         addresses: dict[str, list[str]] = {}
-        for roles in job.groups.values():
+        for roles in job.plan.grouping.values():
             address = await stack.enter_async_context(served_group(roles, job))
             addresses |= {role: [address] for role in roles}
         await drive(Run(job, load_tokenizer(job.actor.model)), addresses, "127.0.0.1:0", None)

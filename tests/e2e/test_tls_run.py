@@ -23,7 +23,7 @@ async def test_mutual_tls_with_changing_keys_equals_in_process_bits(tiny_model: 
     """Each group of roles and the controller have a certificate of their own."""
     overrides = ("trainer.save_freq=4", "trainer.test_freq=2")
     job = small_job(tmp_path, tiny_model, "secure", *overrides, "placement.replicas.rollout=2")
-    authority, processes = Authority(), {**job.groups, "controller": ("controller",)}
+    authority, processes = Authority(), {**job.plan.grouping, "controller": ("controller",)}
 
     def renew() -> None:
         for process, roles in processes.items():
@@ -32,9 +32,9 @@ async def test_mutual_tls_with_changing_keys_equals_in_process_bits(tiny_model: 
     renew()
     async with AsyncExitStack() as stack:
         addresses: dict[str, list[str]] = {role: [] for role in job.roles}
-        for group, roles in job.groups.items():
+        for group, roles in job.plan.grouping.items():
             tls.use_keys(tmp_path / group, *roles)
-            for _ in range(job.num_replicas(group)):
+            for _ in range(job.plan[group].replicas):
                 address = await stack.enter_async_context(served_group(roles, job))
                 for role in roles:
                     addresses[role].append(address)

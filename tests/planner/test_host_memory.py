@@ -12,8 +12,8 @@ from rolemesh.checks.memory_limit import refuse_small_limit
 from rolemesh.errors import InvalidConfig
 from rolemesh.planner.cost import handover_seconds
 from rolemesh.planner.device_specs import GIB
+from rolemesh.planner.estimate import Cluster, Planner
 from rolemesh.planner.host_memory import HostMemory, host_memory
-from rolemesh.planner.plan import Cluster, Planner
 
 POLICY = 6_738_415_616
 SHAPES = dict.fromkeys(MODELLED, LLAMA_7B)

@@ -15,8 +15,8 @@ from rolemesh.planner.collectives import Spread, exchange_seconds, gather_second
 from rolemesh.planner.compare import given_counts
 from rolemesh.planner.cost import elapsed, handover_seconds, role_parts
 from rolemesh.planner.device_specs import GIB, Device
+from rolemesh.planner.estimate import Counts, Estimate
 from rolemesh.planner.memory import role_memory
-from rolemesh.planner.plan import Counts, Plan
 from rolemesh.planner.search import search
 
 # 100 GB/s between devices, 40 GB/s between machines of 4; 8 µs a call, 2 µs and 10 µs a turn.
@@ -25,7 +25,7 @@ LINKS = Device("links", 80 * GIB, {"bfloat16": 1e15, "float32": 1e15}, 1e12, 1e1
 SHAPES, STANDALONE_JOB = dict.fromkeys(MODELLED, LLAMA_7B), ppo()
 
 
-def ranks_of(plan: Plan) -> dict[str, tuple[int, int]]:
+def ranks_of(plan: Estimate) -> dict[str, tuple[int, int]]:
     return {group.name: (group.devices, group.ranks) for group in plan.groups}
 
 
@@ -220,6 +220,8 @@ def test_verls_numbers_of_gpus_hold_in_every_placement() -> None:
     for plan in (plans.plan("hybrid", HYBRID), search(plans)):
         placed = {"strategy": "custom", "groups": {group.name: group.roles for group in plan.groups}}
         job = ppo(trainer={"n_gpus_per_node": 4, "nnodes": 2}, placement=placed)
-        assert {g.name: g.ranks for g in plan.groups} == {group: job.num_ranks(group) for group in job.groups}
+        assert {g.name: g.ranks for g in plan.groups} == {
+            group: job.plan[group].ranks for group in job.plan.grouping
+        }
     few = planner(gpus=8, trainer={"n_gpus_per_node": 8}).plan("standalone", STANDALONE)
     assert (few.verdict, few.missing_devices) == ("does not fit", 3 * 8 + 1 - 8)

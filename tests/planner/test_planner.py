@@ -16,7 +16,7 @@ from rolemesh.checks.device_memory import least_memory, refuse_what_cannot_fit
 from rolemesh.config.job import make_job
 from rolemesh.errors import InvalidConfig
 from rolemesh.planner.device_specs import GIB
-from rolemesh.planner.plan import Cluster, Planner
+from rolemesh.planner.estimate import Cluster, Planner
 from rolemesh.planner.search import as_grouping, partitions, search
 from rolemesh.planner.shapes import ModelShape
 

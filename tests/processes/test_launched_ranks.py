@@ -100,7 +100,7 @@ def test_a_group_of_several_ranks_is_served_whole_and_alone() -> None:
             "placement": placement,
         }
     )
-    assert spread_group(["reward", "actor"], job, {}) == "policy"
+    assert spread_group(["reward", "actor"], job, {}) == job.plan["policy"]
     assert spread_group(["actor"], job, {"WORLD_SIZE": "2"}) is None  # a rank
     assert spread_group(["reference", "rollout"], job, {}) is None  # no group, but of one rank each
     for roles in (["actor"], ["reward", "rollout"], ["actor", "reward", "reference"]):

@@ -231,12 +231,12 @@ async def train(job: JobConfig, on_machines: str) -> dict[str, Group]:
     async with AsyncExitStack() as stack:
         groups = {
             name: stack.enter_context(
-                serving(roles, job, job.run_dir / name, job.num_ranks(name), on_machines=name == on_machines)
+                serving(roles, job, job.run_dir / name, job.plan[name].ranks, on_machines=name == on_machines)
             )
-            for name, roles in job.groups.items()
+            for name, roles in job.plan.grouping.items()
         }
         addresses = {
-            role: [await groups[name].address()] for name, roles in job.groups.items() for role in roles
+            role: [await groups[name].address()] for name, roles in job.plan.grouping.items() for role in roles
         }
         await drive(Run(job, load_tokenizer(job.actor.model)), addresses, "127.0.0.1:0", None)
     return groups

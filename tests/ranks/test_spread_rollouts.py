@@ -68,11 +68,11 @@ async def train_on_ranks(job: JobConfig) -> None:
     """The whole run, every rank in a process of its own."""
     async with AsyncExitStack() as stack:
         groups = {
-            name: stack.enter_context(serving(roles, job, job.run_dir / name, job.num_ranks(name)))
-            for name, roles in job.groups.items()
+            name: stack.enter_context(serving(roles, job, job.run_dir / name, job.plan[name].ranks))
+            for name, roles in job.plan.grouping.items()
         }
         addresses = {
-            role: [await groups[name].address()] for name, roles in job.groups.items() for role in roles
+            role: [await groups[name].address()] for name, roles in job.plan.grouping.items() for role in roles
         }
         await drive(Run(job, load_tokenizer(job.actor.model)), addresses, LOCAL, None)
 
@@ -122,7 +122,7 @@ def policy_job(model: Path, directory: Path, lr: float) -> JobConfig:
 async def policy(model: Path, directory: Path) -> AsyncIterator[tuple[Group, Any, Any, Any]]:
     """A group of two ranks with actor, rollout and reference, and a client of each."""
     job = policy_job(model, directory, NOTHING)
-    with serving(job.groups["policy"], job, directory / "policy", 2) as group:
+    with serving(job.plan.grouping["policy"], job, directory / "policy", 2) as group:
         address = await group.address()
         async with AsyncExitStack() as stack:
             kinds = (ActorClient, RolloutClient, ReferenceClient)

@@ -213,12 +213,24 @@ def notes(values: Mapping[str, Any], into: Path, **how: Any) -> str:
     return text
 
 
+FINDING = re.compile(r"^ *- at '(.*?)': (.*)$", re.MULTILINE)
+OF_A_CHOICE = re.compile("'(allOf|anyOf)' failed|validation failed|got .*, want ")  # the findings are below it
+
+
 def refusal(values: Mapping[str, Any], **how: Any) -> str:
-    """Return the sentence with which Helm refuses the values; empty if it accepts them."""
+    """Return the sentence with which Helm refuses the values; empty if it accepts them.
+
+    Sentences of the schema's rules have their place before them, and are joined by semicolons. Other words of
+    the schema are returned as they are.
+    """
     try:
         template(values, **how)
     except Refused as refused:
-        return (
-            re.sub(r".*execution error at \(.*?\): ", "", str(refused)).partition("\n\nUse --debug")[0].strip()
-        )
+        said = str(refused)
+        findings = [found for found in FINDING.findall(said) if not OF_A_CHOICE.match(found[1])]
+        rules = [(at, re.fullmatch(r"value must be '(.*)'", words)) for at, words in findings]
+        if rules and all(rule for _, rule in rules):
+            placed = [(at.strip("/").replace("/", "."), rule[1]) for at, rule in rules if rule]
+            return "; ".join(f"{at}: {sentence}" if at else sentence for at, sentence in placed)
+        return re.sub(r".*execution error at \(.*?\): ", "", said).partition("\n\nUse --debug")[0].strip()
     return ""

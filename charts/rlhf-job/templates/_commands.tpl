@@ -17,7 +17,7 @@
 {{/* The address of each role: the pods behind its Service, watched through the API server, or resolved by DNS. */}}
 {{- define "rlhf-job.addresses" -}}
 {{- $ := . }}
-{{- range include "rlhf-job.roles" . | fromJsonArray }}
+{{- range .inJob }}
 - --{{ . }}={{ $.Values.controller.rbac | ternary "kubernetes" "dns" }}:{{ include "rlhf-job.name" (list $ .) }}:50051
 {{- end }}
 {{- end }}

@@ -7,43 +7,22 @@
 {{- clean $path }}
 {{- end }}
 
-{{/* No text. Keeps .absolute beside .Values: from each key of the job that has paths to a list of them, as pods see them. */}}
-{{- define "rlhf-job.readPaths" -}}
-{{- include "rlhf-job.read" . }}
-{{- if not (hasKey . "absolute") }}
-{{- $absolute := dict }}
-{{- range $key := .known.paths }}
-{{- $path := $.whole }}{{ $each := list }}
-{{- range splitList "." $key }}{{ $path = get $path . }}{{ end }}
-{{- range kindIs "slice" $path | ternary $path (list $path) }}
-{{- if . }}{{ $each = append $each (include "rlhf-job.inPod" (list $ .)) }}{{ end }}
-{{- end }}
-{{- $_ := set $absolute $key $each }}
-{{- end }}
-{{- $dir := include "rlhf-job.givenDir" . }}
-{{- $_ := set $absolute "trainer.default_local_dir" (list (include "rlhf-job.inPod" (list . $dir))) }}
-{{- $_ := set . "absolute" $absolute }}
-{{- end }}
-{{- end }}
-
 {{/* The run directory as the job gives it, or its default, of $. */}}
 {{- define "rlhf-job.givenDir" -}}
-{{- include "rlhf-job.read" . }}
 {{- .whole.trainer.default_local_dir | default (printf "outputs/%s" .whole.trainer.experiment_name) }}
 {{- end }}
 
 {{/* The run directory as pods see it, of $. */}}
 {{- define "rlhf-job.runDir" -}}
-{{- include "rlhf-job.readPaths" . }}
-{{- get .absolute "trainer.default_local_dir" | first }}
+{{- get .paths .known.runDir | first }}
 {{- end }}
 
 {{/* The claim that has an absolute path, of (list $ PATH): that with the longest mountPath, if several have it; empty: none. */}}
 {{- define "rlhf-job.claimOf" -}}
 {{- $found := "" }}{{ $longest := 0 }}{{ $path := printf "%s/" (last .) }}
-{{- range $name, $claim := omit (first .).Values.storage "singleNode" }}
+{{- range $name, $claim := (first .).claims }}
 {{- $within := printf "%s/" (clean $claim.mountPath | trimSuffix "/") }}
-{{- if and (or $claim.existingClaim $claim.size) (hasPrefix $within $path) (ge (len $within) $longest) }}
+{{- if and (hasPrefix $within $path) (ge (len $within) $longest) }}
 {{- $found = $name }}{{ $longest = len $within }}
 {{- end }}
 {{- end }}
@@ -63,9 +42,7 @@ volumes of yours and the pod's own /tmp and /dev/shm. `at` is empty if there is 
 {{- define "rlhf-job.folderOf" -}}
 {{- $ := index . 0 }}{{ $path := printf "%s/" (index . 1) }}{{ $settings := index . 2 }}
 {{- $claims := dict }}
-{{- range $name, $claim := omit $.Values.storage "singleNode" }}
-{{- if or $claim.existingClaim $claim.size }}{{ $_ := set $claims $name (include "rlhf-job.claimName" (list $ $name)) }}{{ end }}
-{{- end }}
+{{- range $name, $_ := $.claims }}{{ $_ := set $claims $name (include "rlhf-job.claimName" (list $ $name)) }}{{ end }}
 {{- $volumes := dict "tmp" (dict "own" true) "shm" (dict "own" true) }}
 {{- range $settings.volumes }}
 {{- $kind := "emptyDir" }}{{ $source := dict }} {{- /* as for the API server, if it names no source */}}
@@ -99,19 +76,20 @@ volumes of yours and the pod's own /tmp and /dev/shm. `at` is empty if there is 
 offload their weights because they share a CPU, or that are profiled. The controller alone writes dumps. `shares`: others read it
 there. `keeps`: it stays when the pod is gone, unlike offloaded weights. */}}
 {{- define "rlhf-job.written" -}}
-{{- $ := first . }}{{ include "rlhf-job.readPaths" $ }}
+{{- $ := first . }}
 {{- $controller := list (dict "of" "the controller" "pod" (include "rlhf-job.settings" (list $ $.Values.controller 0) | fromJson) "shares" true "keeps" true) }}
 {{- $writers := $controller }}{{ $rollout := list }}
 {{- range last . }}
 {{- $offloads := and (gt (len .models) 1) (not .gpus) }}{{ $keeps := or .trained $.whole.trainer.profile_steps }}
 {{- $group := dict "of" (printf "group %s" .name) "pod" .pod "shares" .trained "keeps" $keeps }}
 {{- if or $keeps $offloads }}{{ $writers = append $writers $group }}{{ end }}
-{{- if and (has "rollout" .roles) (include "rlhf-job.generatesElsewhere" $) }}{{ $rollout = list (merge (dict "shares" true "keeps" true) $group) }}{{ end }}
+{{- if and (has "rollout" .roles) (not (has "rollout" .models)) }}{{ $rollout = list (merge (dict "shares" true "keeps" true) $group) }}{{ end }}
 {{- end }}
 {{- $written := list }}
-{{- range $key, $by := dict "trainer.default_local_dir" $writers "trainer.rollout_data_dir" $controller
-      "trainer.validation_data_dir" $controller "rollout.openai.weights_dir" $rollout }}
-{{- range get $.absolute $key }}{{ if $by }}{{ $written = append $written (dict "path" . "key" (printf "job.%s" $key) "by" $by) }}{{ end }}{{ end }}
+{{- $byKey := dict $.known.runDir $writers $.known.weightsDir $rollout }}
+{{- range $.known.dumps }}{{ $_ := set $byKey . $controller }}{{ end }}
+{{- range $key, $by := $byKey }}
+{{- range get $.paths $key }}{{ if $by }}{{ $written = append $written (dict "path" . "key" (printf "job.%s" $key) "by" $by) }}{{ end }}{{ end }}
 {{- end }}
 {{- toJson $written }}
 {{- end }}
@@ -160,8 +138,7 @@ not see it, of (list $ GROUPS). Without such pods each makes its own, as a copy 
 {{- $ := first . }}
 {{- $preparing := list (include "rlhf-job.settings" (list $ $.Values.controller 0) | fromJson) }}{{ $waiting := list }}
 {{- range last . }}
-{{- $userCode := include "rlhf-job.of" (list $ .roles "runsUserCode") | fromJsonArray }}
-{{- if eq (len $userCode) (len .roles) }}{{ $waiting = append $waiting . }}{{ else }}{{ $preparing = append $preparing .pod }}{{ end }}
+{{- if include "rlhf-job.onlyUserCode" (list $ .roles) }}{{ $waiting = append $waiting . }}{{ else }}{{ $preparing = append $preparing .pod }}{{ end }}
 {{- end }}
 {{- range $step := $.Values.prepare }}
 {{- $path := include "rlhf-job.inPod" (list $ .creates) }}{{ $is := printf "prepare has a step that creates %s, but" .creates }}
@@ -184,26 +161,6 @@ not see it, of (list $ GROUPS). Without such pods each makes its own, as a copy 
 {{- if or $folder.own (not (has $folder.volume $volumes)) }}
 {{- fail (printf "%s pods of group %s, which prepare nothing, would wait for it for ever: they look for it in %s, and the pods that prepare make it in %s: write a path in a claim, relative to storage.workspace.mountPath or absolute" $is .name $folder.volume (uniq $volumes | join ", or in ")) }}
 {{- end }}
-{{- end }}
-{{- end }}
-{{- end }}
-
-{{/* Refuse paths in the home directory, which is /tmp in a pod, and those with a variable that only the kubelet knows. */}}
-{{- define "rlhf-job.refuse.homes" -}}
-{{- $paths := list }}
-{{- range .Values.prepare }}{{ $paths = append $paths (list "prepare has a step that creates" .creates) }}{{ end }}
-{{- $job := include "rlhf-job.job" . | fromJson }}
-{{- range $key := (.Files.Get "files/defaults.json" | fromJson).paths }}
-{{- $path := $job }}
-{{- range splitList "." $key }}{{ $path = get $path . }}{{ end }}
-{{- range kindIs "slice" $path | ternary $path (list $path) }}{{ $paths = append $paths (list (printf "job.%s is" $key) (toString .)) }}{{ end }}
-{{- end }}
-{{- range $paths }}
-{{- if hasPrefix "~" (last .) }}
-{{- fail (printf "%s, but ~ in a pod is /tmp, which is lost with the pod: write a path in a claim, relative to storage.workspace.mountPath or absolute" (join " " .)) }}
-{{- end }}
-{{- if contains "$(" (last .) }}
-{{- fail (printf "%s, but the chart checks where paths lead, and does not know what $(NAME) will be: write the path itself" (join " " .)) }}
 {{- end }}
 {{- end }}
 {{- end }}

@@ -10,21 +10,35 @@
 {{- toJson $job }}
 {{- end }}
 
-{{/* The job with every key: the user's values over the defaults. Kept beside .Values, as is the plan: most templates need
-both, and making them anew for each was two thirds of the time of a render. */}}
-{{- define "rlhf-job.job" -}}
-{{- if not (hasKey . "job") }}
-{{- $_ := set . "job" (include "rlhf-job.over" (list (.Files.Get "files/defaults.json" | fromJson).job (include "rlhf-job.given" . | fromJson))) }}
-{{- end }}
-{{- .job }}
-{{- end }}
-
-{{/* No text. Keeps beside .Values, read once, what every pod asks for: .known, of files/defaults.json, and .whole, the job
-with every key. Nothing may change them. */}}
+{{/* No text. Keeps beside .Values, read once, what most templates ask for: .known, of files/tables.json; .whole, the job
+with every key; .inJob and .onDevice, the roles that the job has, and those that would compute on a device; .paths, from each
+key of the job that has paths to a list of them, as pods see them; and .claims, those of storage that are made or named.
+Nothing may change them. */}}
 {{- define "rlhf-job.read" -}}
 {{- if not (hasKey . "known") }}
-{{- $_ := set . "known" (.Files.Get "files/defaults.json" | fromJson) }}
-{{- $_ := set . "whole" (include "rlhf-job.job" . | fromJson) }}
+{{- $known := .Files.Get "files/tables.json" | fromJson }}
+{{- $_ := set . "known" $known }}
+{{- $_ := set . "whole" (include "rlhf-job.over" (list (deepCopy $known.job) (include "rlhf-job.given" . | fromJson)) | fromJson) }}
+{{- range $fact := list "inJob" "onDevice" }}
+{{- $roles := list }}
+{{- range $known.roles }}{{ if include "rlhf-job.holds" (list $ (get (get $known $fact) .)) }}{{ $roles = append $roles . }}{{ end }}{{ end }}
+{{- $_ := set $ $fact $roles }}
+{{- end }}
+{{- $paths := dict $known.runDir (list (include "rlhf-job.inPod" (list . (include "rlhf-job.givenDir" .)))) }}
+{{- range $key := without $known.paths $known.runDir }}
+{{- $path := $.whole }}{{ $each := list }}
+{{- range splitList "." $key }}{{ $path = get $path . }}{{ end }}
+{{- range kindIs "slice" $path | ternary $path (list $path) }}
+{{- if . }}{{ $each = append $each (include "rlhf-job.inPod" (list $ .)) }}{{ end }}
+{{- end }}
+{{- $_ := set $paths $key $each }}
+{{- end }}
+{{- $_ := set . "paths" $paths }}
+{{- $claims := dict }}
+{{- range $name, $claim := omit .Values.storage "singleNode" }}
+{{- if or $claim.existingClaim $claim.size }}{{ $_ := set $claims $name $claim }}{{ end }}
+{{- end }}
+{{- $_ := set . "claims" $claims }}
 {{- end }}
 {{- end }}
 
@@ -42,127 +56,86 @@ false or 0 by the default. */}}
 {{- toJson $all }}
 {{- end }}
 
-{{/* Each strategy's table of groups, from the files that the local launcher reads. */}}
-{{- define "rlhf-job.tables" -}}
-{{- $tables := dict }}
-{{- range $path, $_ := .Files.Glob "placements/*.yaml" }}
-{{- $_ := set $tables (base $path | trimSuffix ".yaml") ($.Files.Get $path | fromYaml).groups }}
+{{/* Not empty: one of a table's ALTERNATIVES holds for the job, of (list $ ALTERNATIVES). In each, every key has one of its
+values. An empty one stands for all that the table does not name. */}}
+{{- define "rlhf-job.holds" -}}
+{{- $ := first . }}
+{{- range last . }}
+{{- $all := true }}
+{{- range $key, $values := . }}
+{{- $value := $.whole }}
+{{- range splitList "." $key }}{{ $value = get $value . }}{{ end }}
+{{- if not (has $value (get $.known.values $key)) }}{{ $value = "" }}{{ end }}
+{{- if not (has $value $values) }}{{ $all = false }}{{ end }}
 {{- end }}
-{{- toJson $tables }}
+{{- if $all }}true{{ end }}
 {{- end }}
-
-{{/* What files/defaults.json says of the job's page, as JSON. Empty: the page is a plug-in's, or that of a plug-in's
-estimator, and the chart does not know its roles. */}}
-{{- define "rlhf-job.page" -}}
-{{- include "rlhf-job.read" . }}{{ $algorithm := .whole.algorithm }}{{ $known := .known }}
-{{- $page := dig $algorithm.adv_estimator "page" "" $known.estimators }}
-{{- if $algorithm.filter_groups.enable }}{{ $page = $known.filters }}{{ end }}
-{{- get $known.pages ($algorithm.page | default $page) | default dict | toJson }}
 {{- end }}
 
-{{/* Not empty: the job has a critic. critic.enable decides if it is set, otherwise the estimator and the page. */}}
-{{- define "rlhf-job.hasCritic" -}}
-{{- include "rlhf-job.read" . }}{{ $job := .whole }}{{ $page := include "rlhf-job.page" . | fromJson }}
-{{- $byEstimator := dig $job.algorithm.adv_estimator "needsCritic" false .known.estimators }}
-{{- $needed := or (and $page.estimates $byEstimator) (has "critic" $page.roles) }}
-{{- if kindIs "bool" $job.critic.enable }}{{ $needed = $job.critic.enable }}{{ end }}
-{{- if $needed }}true{{ end }}
+{{/* The placement's groups with their roles, as JSON, from the file that the local launcher reads, or the user's. */}}
+{{- define "rlhf-job.table" -}}
+{{- $file := .Files.Get (printf "placements/%s.yaml" .Values.placement.strategy) | fromYaml }}
+{{- $file.groups | default .Values.placement.groups | toJson }}
 {{- end }}
 
-{{/* Not empty: the job's engine generates on external servers and uses no device here. */}}
-{{- define "rlhf-job.generatesElsewhere" -}}
-{{- include "rlhf-job.read" . }}
-{{- if has .whole.rollout.name .known.elsewhere }}true{{ end }}
-{{- end }}
-
-{{/* The job's roles, in the order used everywhere. A plug-in's page is taken to call those that grpo calls. */}}
-{{- define "rlhf-job.roles" -}}
-{{- include "rlhf-job.read" . }}{{ $job := .whole }}{{ $known := .known }}
-{{- $called := (include "rlhf-job.page" . | fromJson).roles | default $known.pages.grpo.roles }}
-{{- $absent := list }}
-{{- range $known.called }}{{ if not (has . $called) }}{{ $absent = append $absent . }}{{ end }}{{ end }}
-{{- if not (include "rlhf-job.hasCritic" .) }}{{ $absent = append $absent "critic" }}{{ end }}
-{{- $usesReference := or $job.algorithm.use_kl_in_reward $job.actor.use_kl_loss (has "reference" $called) }}
-{{- if or (not $usesReference) (gt (int $job.actor.model.lora_rank) 0) }}{{ $absent = append $absent "reference" }}{{ end }}
-{{- if not (and $job.rollout.multi_turn.enable (has "rollout" $called)) }}{{ $absent = append $absent "environment" }}{{ end }}
-{{- $roles := list }}
-{{- range $known.roles }}
-{{- if not (has . $absent) }}{{ $roles = append $roles . }}{{ end }}
-{{- end }}
-{{- toJson $roles }}
-{{- end }}
-
-{{/* The roles of a list that are of a kind of files/defaults.json, of (list $ ROLES KIND), as JSON. */}}
-{{- define "rlhf-job.of" -}}
-{{- include "rlhf-job.read" (first .) }}
-{{- $kind := get (first .).known (index . 2) }}
-{{- $roles := list }}
-{{- range index . 1 }}{{ if has . $kind }}{{ $roles = append $roles . }}{{ end }}{{ end }}
-{{- toJson $roles }}
+{{/* Not empty: users' code runs in these pods, and no other role does, of (list $ ROLES). */}}
+{{- define "rlhf-job.onlyUserCode" -}}
+{{- $others := last . }}
+{{- range (first .).known.runsUserCode }}{{ $others = without $others . }}{{ end }}
+{{- if and (last .) (not $others) }}true{{ end }}
 {{- end }}
 
 {{/* The plan of the release, as JSON: roles, and for each group name, workload, kind, roles, trained (its first trained
 role, in the order of roles; empty: none), scaler, replicas (with a scaler, the minimum), ranks, pods (of a replica),
 gpusOfGroup (of a replica), gpus (of a pod), models (its roles that load a model; an engine on external servers loads
-none), resources and pod (values.pods with the overrides of values.groups). Refuses invalid values. */}}
+none), servesWeights, resources and pod (values.pods with the overrides of values.groups). Refuses invalid values. */}}
 {{- define "rlhf-job.plan" -}}
 {{- if not (hasKey . "plan") }}{{ $_ := set . "plan" (include "rlhf-job.planned" .) }}{{ end }}
 {{- .plan }}
 {{- end }}
 
 {{- define "rlhf-job.planned" -}}
+{{- include "rlhf-job.read" . }}
 {{- include "rlhf-job.refuse.rest" . }}
-{{- include "rlhf-job.refuse.table" . }}
-{{- $job := include "rlhf-job.job" . | fromJson }}
-{{- $stateless := (.Files.Get "files/defaults.json" | fromJson).stateless }}
-{{- $roles := include "rlhf-job.roles" . | fromJsonArray }}
-{{- $table := get (include "rlhf-job.tables" . | fromJson) .Values.placement.strategy | default .Values.placement.groups }}
 {{- $groups := list }}
-{{- range $name, $members := $table }}
-{{- $own := list }}
-{{- range $members }}{{ if has . $roles }}{{ $own = append $own . }}{{ end }}{{ end }}
+{{- range $name, $members := include "rlhf-job.table" . | fromJson }}
+{{- $own := list }}{{ $models := list }}{{ $trained := list }}{{ $servesWeights := false }}
+{{- $gpus := 0 }}{{ $resources := list }}{{ $ranks := get $.Values.placement.ranks $name | default 1 | int }}
+{{- range $role := $members }}{{ if has $role $.inJob }}
+{{- $values := get $.Values.roles $role }}{{ $computes := has $role $.onDevice }}
+{{- $own = append $own $role }}
+{{- $resources = append $resources ($values.resources | default dict) }}
+{{- $ranks = max $ranks (get $.Values.placement.ranks $role | default 1 | int) }}
+{{- if $computes }}{{ $models = append $models $role }}{{ end }}
+{{- if has $role $.known.servesWeights }}{{ $servesWeights = true }}{{ end }}
+{{- if or $computes (ne $role "rollout") }}{{ $gpus = max $gpus $values.gpus }}{{ end }} {{- /* a rule's GPU is the user's choice */}}
+{{- end }}{{ end }}
+{{- range $.known.trained }}{{ if has . $own }}{{ $trained = append $trained . }}{{ end }}{{ end }}
 {{- if $own }}
 {{- $override := get $.Values.groups $name | default dict }}
-{{- $gpus := 0 }}{{ $ranks := get $.Values.placement.ranks $name | default 1 | int }}{{ $resources := list }}{{ $kind := "Deployment" }}{{ $models := list }}
-{{- range $own }}
-{{- $role := index $.Values.roles . }}
-{{- $elsewhere := and (eq . "rollout") (include "rlhf-job.generatesElsewhere" $) }}
-{{- if not $elsewhere }}{{ $gpus = max $gpus $role.gpus }}{{ end }}
-{{- $ranks = max $ranks (get $.Values.placement.ranks . | default 1 | int) }}
-{{- if not (or $elsewhere (eq . "environment") (and (eq . "reward") (not $job.reward.reward_model.enable))) }}{{ $models = append $models . }}{{ end }}
-{{- $resources = append $resources ($role.resources | default dict) }}
-{{- if not (has . $stateless) }}{{ $kind = "StatefulSet" }}{{ end }}
-{{- end }}
 {{- if hasKey $override "gpus" }}{{ $gpus = int $override.gpus }}{{ end }}
 {{- $merged := include "rlhf-job.resources" (list $resources) | fromJson }}
 {{- if $override.resources }}{{ $merged = deepCopy $override.resources }}{{ end }}
 {{- $pods := int ($override.pods | default 1) }}
 {{- if and (not $override.pods) (gt $ranks 1) }}{{ $pods = div (add $gpus $.Values.gpu.perNode -1) $.Values.gpu.perNode | max 1 | int }}{{ end }}
 {{- $ofGroup := $gpus }}{{ $gpus = div $gpus $pods | int }}
-{{- if gt $pods 1 }}{{ $kind = "RayCluster" }}{{ end }}
 {{- if $gpus }}
 {{- $_ := set $merged "limits" (set ($merged.limits | default dict) $.Values.gpu.resource $gpus) }}
 {{- end }}
-{{- $trained := "" }}
-{{- range $roles }}{{ if and (not $trained) (has . $own) (not (has . $stateless)) }}{{ $trained = . }}{{ end }}{{ end }}
+{{- $kind := gt $pods 1 | ternary "RayCluster" (empty $trained | ternary "Deployment" "StatefulSet") }}
 {{- $scaler := get $.Values.autoscaling (first $own) }}
 {{- $replicas := get $.Values.placement.replicas (first $own) | default 1 }}
 {{- if $scaler }}{{ $replicas = $scaler.minReplicas | default 1 }}{{ end }}
 {{- $group := dict "name" $name "workload" (include "rlhf-job.name" (list $ $name)) "kind" $kind "roles" $own
-    "trained" $trained "scaler" $scaler "replicas" $replicas "ranks" $ranks "pods" $pods "gpusOfGroup" $ofGroup "gpus" $gpus "models" $models "resources" $merged
-    "pod" (include "rlhf-job.settings" (list $ $override $gpus) | fromJson) }}
+    "trained" (first $trained | default "") "scaler" $scaler "replicas" $replicas "ranks" $ranks "pods" $pods "gpusOfGroup" $ofGroup "gpus" $gpus
+    "models" $models "servesWeights" $servesWeights "resources" $merged "pod" (include "rlhf-job.settings" (list $ $override $gpus) | fromJson) }}
 {{- $groups = append $groups $group }}
 {{- end }}
 {{- end }}
-{{- include "rlhf-job.refuse.groups" (list . $groups) }}
-{{- include "rlhf-job.refuse.job" (list . $groups) }}
-{{- include "rlhf-job.refuse.tls" (list . $groups) }}
-{{- include "rlhf-job.refuse.unread" (list . $groups) }}
-{{- include "rlhf-job.refuse.accounts" (list . $groups) }}
-{{- include "rlhf-job.refuse.written" (list . $groups) }}
-{{- include "rlhf-job.refuse.prepared" (list . $groups) }}
-{{- include "rlhf-job.refuse.scaleUp" (list . $groups) }}
-{{- dict "groups" $groups "roles" $roles | toJson }}
+{{- range $kind := list "groups" "tls" "unread" "accounts" "written" "prepared" "scaleUp" }}
+{{- include (printf "rlhf-job.refuse.%s" $kind) (list $ $groups) }}
+{{- end }}
+{{- dict "groups" $groups "roles" .inJob | toJson }}
 {{- end }}
 
 {{/* values.pods with the keys of OVERRIDE replaced, of (list $ OVERRIDE GPUS). A pod with GPUs has those of values.gpu, too. */}}

@@ -17,8 +17,7 @@ is in another pod, to which the roles' Services lead; of the controller, the opt
 {{- $ := .root }}{{ $values := $.Values }}{{ $settings := .settings }}{{ $component := .component }}{{ $ends := .ends }}
 {{- $readOnly := include "rlhf-job.readsOnly" (list $ .roles) }}
 {{- /* Users' code runs in these pods, so nothing is prepared in them, also if they may write: it would need the Hub's token. */}}
-{{- $userCode := include "rlhf-job.of" (list $ (.roles | default list) "runsUserCode") | fromJsonArray }}
-{{- $onlyUserCode := and .roles (eq (len $userCode) (len .roles)) }}
+{{- $onlyUserCode := include "rlhf-job.onlyUserCode" (list $ .roles) }}
 {{- $gpus := dig "limits" $values.gpu.resource 0 .resources | int }}
 {{- $claims := include "rlhf-job.claims" (list $ .roles $settings (and $gpus (not $onlyUserCode))) | fromJsonArray }}
 {{- /* The request for disk, unless the resources have one. */}}
@@ -141,7 +140,7 @@ spec:
       {{- if $counts }} {{- /* the step's failures; after the last one it scales the roles down, as no controller will */}}
       {{- $file := printf "%s.%s.json" (include "rlhf-job.own" $) $name }}
       {{- $options = append $options (printf "--counts-in=%s" $file) }}
-      {{- if $ofHub }}{{ $options = append $options "--final=2" }}{{ end }} {{- /* a name that the Hub does not have */}}
+      {{- $options = append $options ($ofHub | ternary "--final=2" "--job=/etc/rolemesh/job.yaml") }} {{- /* a name that the Hub does not have; a job that cannot be run */}}
       {{- $options = concat $options $ends }}
       {{- end }}
       args: {{ concat $options (list "--") $step.command | toJson }}
@@ -315,7 +314,7 @@ of `helm test` do it, one at a time, and the others wait for the file that it cr
 {{- define "rlhf-job.fetch" -}}
 {{- $steps := list }}
 {{- if .Values.huggingFace.fetch }}
-{{- $job := include "rlhf-job.job" . | fromJson }}
+{{- $job := .whole }}
 {{- $named := list $job.actor.model $job.critic.model $job.reference.model $job.reward.reward_model.model $job.data.train_files $job.data.val_files }}
 {{- $done := printf "%s/fetched/%s.json" (include "rlhf-job.cache" .) (toRawJson $named | sha256sum | trunc 16) }}
 {{- $steps = list (dict "creates" $done "command" (list "rolemesh" "fetch" "/etc/rolemesh/job.yaml" "--done" $done)) }}
@@ -340,10 +339,8 @@ of `helm test` do it, one at a time, and the others wait for the file that it cr
 their weights there while they sleep, and profiles are written there. */}}
 {{- define "rlhf-job.readsOnly" -}}
 {{- $ := first . }}
-{{- include "rlhf-job.read" $ }}{{ $profiled := $.whole.trainer.profile_steps }}
 {{- $writes := and (has "reward" (last .)) $.Values.rewardFunction.writes }}
-{{- $userCode := include "rlhf-job.of" (list $ (last .) "runsUserCode") | fromJsonArray }}
-{{- if not (or (ne (len $userCode) (len (last .))) (not (last .)) $writes $profiled) }}true{{ end }}
+{{- if not (or $writes $.whole.trainer.profile_steps) }}{{ include "rlhf-job.onlyUserCode" . }}{{ end }}
 {{- end }}
 
 {{/* The claims that a pod mounts, of (list $ ROLES SETTINGS COMPILES), as JSON: the workspace, each claim that contains a path
@@ -351,33 +348,30 @@ that the pod uses, and the caches if it compiles for GPUs. A pod without roles (
 Paths may be anywhere in what a pod reads, as in a variable. Those of keys that are paths may also be relative. */}}
 {{- define "rlhf-job.claims" -}}
 {{- $ := index . 0 }}{{ $roles := index . 1 }}{{ $compiles := index . 3 }}
-{{- include "rlhf-job.readPaths" $ }}{{ $job := $.whole }}
-{{- $read := list $job.actor.model $.Values.prepare (index . 2) (include "rlhf-job.fetch" $) }}
-{{- range $roles }}{{ $read = append $read (get $job .) }}{{ end }}
-{{- $keys := concat (list "actor.model" "plugins") $roles }}
-{{- if has "environment" $roles }} {{- /* files of tools */}}
-{{- $read = append $read $job.rollout.multi_turn }}{{ $keys = append $keys "rollout.multi_turn" }}
+{{- $sections := list }}{{ $read := list $.Values.prepare (index . 2) (include "rlhf-job.fetch" $) }}
+{{- range $roles }}{{ $sections = concat $sections (get $.known.reads .) | uniq }}{{ end }}
+{{- range $sections }}
+{{- $section := $.whole }}{{ range splitList "." . }}{{ $section = get $section . }}{{ end }}
+{{- $read = append $read $section }}
 {{- end }}
-{{- $stateless := $.known.stateless }}
-{{- $trained := list }}
-{{- range $roles }}{{ if not (has . $stateless) }}{{ $trained = append $trained . }}{{ end }}{{ end }}
-{{- if or $job.trainer.profile_steps (gt (len $roles) 1) $trained }}
-{{- $keys = append $keys "trainer.default_local_dir" }} {{- /* checkpoints, traces, offloaded weights */}}
-{{- end }}
-{{- if and $trained (eq $job.trainer.resume_mode "resume_path") }}{{ $keys = append $keys "trainer.resume_from_path" }}{{ end }}
+{{- $trained := false }}
+{{- range $.known.trained }}{{ if has . $roles }}{{ $trained = true }}{{ end }}{{ end }}
+{{- $trainer := $.whole.trainer }}
+{{- if or $trainer.profile_steps (gt (len $roles) 1) $trained }}{{ $sections = append $sections $.known.runDir }}{{ end }} {{- /* checkpoints, traces, offloaded weights */}}
+{{- if and $trained (eq $trainer.resume_mode "resume_path") }}{{ $sections = append $sections $.known.resumeDir }}{{ end }}
 {{- $paths := list }}
-{{- range $key, $each := $.absolute }}
-{{- range $keys }}{{ if hasPrefix (printf "%s." .) (printf "%s." $key) }}{{ $paths = concat $paths $each }}{{ end }}{{ end }}
+{{- range $key, $each := $.paths }}
+{{- range $sections }}{{ if hasPrefix (printf "%s." .) (printf "%s." $key) }}{{ $paths = concat $paths $each }}{{ end }}{{ end }}
 {{- end }}
 {{- range $.Values.prepare }}{{ $paths = append $paths (include "rlhf-job.inPod" (list $ .creates)) }}{{ end }}
 {{- $text := toRawJson $read }}
 {{- $claims := list }}
-{{- range $name, $claim := omit $.Values.storage "singleNode" }}
+{{- range $name, $claim := $.claims }}
 {{- $at := clean $claim.mountPath | trimSuffix "/" }}
 {{- $used := or (not $roles) (eq $name "workspace") (regexMatch (printf `(^|[^\w./-])%s([^\w.-]|$)` (regexQuoteMeta $at)) $text) }}
 {{- range $paths }}{{ if hasPrefix (printf "%s/" $at) (printf "%s/" .) }}{{ $used = true }}{{ end }}{{ end }}
 {{- if eq $name "caches" }}{{ $used = $compiles }}{{ end }}
-{{- if and (or $claim.existingClaim $claim.size) $used }}
+{{- if $used }}
 {{- $readOnly := or $claim.readOnly (ne (include "rlhf-job.readsOnly" (list $ $roles)) "") }}
 {{- $claims = append $claims (merge (dict "name" $name "readOnly" $readOnly) $claim) }}
 {{- end }}

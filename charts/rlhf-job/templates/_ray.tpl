@@ -25,7 +25,7 @@ kind: RayCluster
   annotations:
     ray.io/overwrite-container-cmd: "true"
 spec:
-  rayVersion: {{ ($.Files.Get "files/defaults.json" | fromJson).ray | quote }}
+  rayVersion: {{ quote $.known.ray }}
   authOptions: {mode: token}
   upgradeStrategy: {type: Recreate} # the ranks of a group live and die together
   headGroupSpec:

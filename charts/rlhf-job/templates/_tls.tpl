@@ -32,9 +32,6 @@ run in the controller's pod and use its key. */}}
 {{- define "rlhf-job.refuse.tls" -}}
 {{- $ := first . }}{{ $tls := $.Values.tls }}
 {{- $components := include "rlhf-job.certificates" (last .) | fromJson | keys | sortAlpha }}
-{{- if and (ne $tls.mode "secret") (or $tls.secret $tls.secrets) }}
-{{- fail (printf "tls.mode is %s, but tls.secret or tls.secrets is set: set the mode to secret, or leave them out" $tls.mode) }}
-{{- end }}
 {{- range $name, $_ := $tls.secrets }}
 {{- if not (has $name $components) }}
 {{- fail (printf "tls.secrets.%s is set, but the components are %s: use one of these names" $name (join ", " $components)) }}

@@ -64,7 +64,7 @@ def throughput(metrics: Metrics, job: JobConfig, seconds: float) -> float:
         seconds: of the step.
     """
     on_gpus = any(name in metrics for names in PEAK_MEMORY.values() for name in names)
-    return metrics["perf/total_num_tokens"] / seconds / (job.num_devices if on_gpus else 1)
+    return metrics["perf/total_num_tokens"] / seconds / (job.plan.num_devices if on_gpus else 1)
 
 
 def _conversations(batch: DataProto) -> Metrics:

@@ -105,16 +105,16 @@ GPUS = {"nvidia.com/gpu": 4}
 UNREAD: dict[str, tuple[Object, str]] = {
     "replicas beside a scaler": (
         {"placement": {"replicas": {"reward": 3}}, "autoscaling": {"reward": HPA}},
-        "placement.replicas.reward is 3, but autoscaling.reward decides the number of its pods: set autoscaling"
-        ".reward.minReplicas instead",
+        "placement.replicas.reward is above 1, but autoscaling.reward decides the number of its pods: set "
+        "autoscaling.reward.minReplicas instead",
     ),
     "rows for a scaler that does not count them": (
         {"autoscaling": {"reward": HPA | {"pendingPerReplica": 8}}},
-        "autoscaling.reward.pendingPerReplica is set, but its scaler is hpa, which does not count rows",
+        "autoscaling.reward: pendingPerReplica is set, but the scaler is hpa, which does not count rows",
     ),
     "metrics for a scaler that counts rows": (
         {"autoscaling": {"reward": KEDA | {"metrics": [{"type": "Resource"}]}}},
-        "autoscaling.reward.metrics is set, but its scaler is keda, which counts pending rows alone",
+        "autoscaling.reward: metrics is set, but the scaler is keda, which counts pending rows alone",
     ),
     "a share of no CPU": (
         {"autoscaling": {"reward": HPA}, "groups": {"reward": {"resources": {"limits": {"memory": "4Gi"}}}}},
@@ -141,22 +141,17 @@ UNREAD: dict[str, tuple[Object, str]] = {
         {"storage": {"data": {"existingClaim": "a", "mountPath": "/etc/rolemesh"}}},
         "storage.data.mountPath is /etc/rolemesh, which is reserved for the chart: set another path",
     ),
-    "ranks of nobody": (
-        {"placement": {"ranks": {"actors": 2}}},
-        "placement.ranks.actors is 2, but placement.strategy standalone has no such group, and there is no "
-        "such role: use one of actor, critic, environment, reference, reward, rollout",
-    ),
     "a gang that no scheduler knows": (
         {"gang": {"scheduler": "coscheduling"}},
         "gang.scheduler is coscheduling, but pods of group actor have no schedulerName: set pods.schedulerName",
     ),
     "a queue of nobody": (
         {"gang": {"queue": "lab"}},
-        "gang.queue is lab, but gang.scheduler is none, which has no queues",
+        "gang.queue is set, but gang.scheduler has no queues",
     ),
     "a path of no claim": (
         {"storage": {"models": {"mountPath": "/weights"}}},
-        "storage.models.mountPath is set, but storage.models has neither a size nor an existingClaim",
+        "storage.models has settings, but neither a size nor an existingClaim: set one, or leave the settings",
     ),
     "a cache that nobody may write": (
         {"storage": {"caches": {"size": "1Gi", "readOnly": True}}},
@@ -164,19 +159,19 @@ UNREAD: dict[str, tuple[Object, str]] = {
     ),
     "a cache for nothing": (
         {"huggingFace": {"cache": "/workspace/hub"}},
-        "huggingFace.cache is /workspace/hub, but huggingFace.fetch is false",
+        "huggingFace.cache is set, but huggingFace.fetch is false",
     ),
     "a token for nothing": (
         {"huggingFace": {"secret": "hub"}},
-        "huggingFace.secret is hub, but no pod fetches or prepares anything: set huggingFace.fetch to true",
+        "huggingFace.secret is set, but no pod fetches or prepares anything: set huggingFace.fetch to true",
     ),
     "files that nobody imports": (
         {"plugins": {"configMap": "mine"}},
-        "plugins.configMap is mine, but job.plugins names none of its files",
+        "plugins.configMap is set, but job.plugins names none of its files",
     ),
     "the kind of an issuer without a name": (
         {"tls": {"mode": "certManager", "issuerRef": {"kind": "ClusterIssuer"}}},
-        "tls.issuerRef.kind is ClusterIssuer of cert-manager.io, but tls.issuerRef.name is empty",
+        "tls.issuerRef.kind or group is set, but tls.issuerRef.name is empty",
     ),
     "a variable of the chart": (
         {"groups": {"reward": {"env": [{"name": "HOME", "value": "/a"}]}}},

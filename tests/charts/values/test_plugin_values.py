@@ -24,6 +24,9 @@ def centred(token_level_rewards, response_mask):
 OWN = {"algorithm": {"adv_estimator": "centred"}, "critic": {"enable": False}}
 
 
+UNKNOWN = "has a name that is not built in: set it to one of"
+
+
 def job_file(things: list[Object]) -> Any:
     (config,) = [thing for thing in of_kind(things, "ConfigMap") if thing["metadata"]["name"] == "demo-job"]
     return yaml.safe_load(config["data"]["job.yaml"])
@@ -89,18 +92,12 @@ def test_critic_enable_decides_on_the_critic_of_a_plugin(enable: bool) -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"job": OWN}, "job.algorithm.adv_estimator is centred: set it to one of gae, grpo, "),
-        (
-            {"job": {"rollout": {"name": "sglang"}}},
-            "job.rollout.name is sglang: set it to one of hf, vllm, openai",
-        ),
-        (
-            {"job": {"actor": {"policy_loss": {"loss_mode": "gps"}}}},
-            "loss_mode is gps: set it to one of vanilla, ",
-        ),
-        ({"job": {"reward": {"reward_manager": "mine"}}}, "reward_manager is mine: set it to one of naive, "),
-        ({"job": {"data": {"dataset": "mine"}}}, "job.data.dataset is mine: set it to one of parquet"),
-        ({"job": {"algorithm": {"page": "mine"}}}, "job.algorithm.page is mine: set it to one of ppo, grpo"),
+        ({"job": OWN}, f"job.algorithm.adv_estimator {UNKNOWN} gae, grpo, "),
+        ({"job": {"rollout": {"name": "sglang"}}}, f"job.rollout.name {UNKNOWN} hf, vllm, openai"),
+        ({"job": {"actor": {"policy_loss": {"loss_mode": "gps"}}}}, f"loss_mode {UNKNOWN} vanilla, "),
+        ({"job": {"reward": {"reward_manager": "mine"}}}, f"reward_manager {UNKNOWN} naive, "),
+        ({"job": {"data": {"dataset": "mine"}}}, f"job.data.dataset {UNKNOWN} parquet"),
+        ({"job": {"algorithm": {"page": "mine"}}}, f"job.algorithm.page {UNKNOWN} ppo, grpo"),
         ({"plugins": {"code": CODE, "configMap": "mine"}}, "plugins.code and plugins.configMap are both set"),
         (
             {"plugins": {"code": CODE}, "job": {"algorithm": {"adv_estimator": "centred"}}},

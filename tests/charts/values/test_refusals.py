@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import yaml
-from rendering import CHART, KUBERNETES, Refused, helm, refusal, run_go, template
+from rendering import CHART, KUBERNETES, Refused, helm, objects, refusal, run_go, template
 
 from helm_values import generate
 from helm_values.generate import generated, schema
 from helm_values.values import Values
+from rolemesh.checks.chart_values import check_values
+from rolemesh.config.job import make_job
+from rolemesh.errors import InvalidConfig
 
 SCALER = {"scaler": "hpa", "maxReplicas": 3}
 FOUR_RANKS = {"rollout": {"name": "vllm", "tensor_model_parallel_size": 4}}
@@ -25,7 +28,7 @@ DIGEST = "sha256:" + "0a" * 32
 SENTENCES: dict[str, tuple[dict[str, Any], str]] = {
     "a repository with its tag": (
         {"image": {"repository": "r.example:5000/a:v1"}},
-        "image.repository is r.example:5000/a:v1, which has a tag: put the tag in image.tag",
+        "image.repository has a tag: put the tag in image.tag",
     ),
     "a repository that is a name with its tag": (
         {"image": {"repository": "rolemesh:1"}},
@@ -33,32 +36,19 @@ SENTENCES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a repository with its digest": (
         {"image": {"repository": f"r.example/a:v1@{DIGEST}"}},
-        "which has a digest: put the digest in image.digest",
+        "image.repository has a digest: put the digest in image.digest",
     ),
     "a misspelt strategy": (
         {"placement": {"strategy": "hibrid"}},
-        "placement.strategy is hibrid: set it to one of collocate, custom, hybrid, split-collocate, standalone",
+        "value must be one of 'collocate', 'custom', 'hybrid', 'split-collocate', 'standalone'",
     ),
-    "a role in two groups": (
-        {"placement": {"strategy": "custom", "groups": CUSTOM["groups"] | {"c": ["critic"]}}},
-        "has critic 2 times (b, c): leave it in one group, once",
-    ),
-    "a role twice in a group": (
-        {"placement": {"strategy": "custom", "groups": {"a": ["actor", "actor"]}}},
-        "has actor 2 times (a, a)",
-    ),
-    "a role in no group": (
-        {"placement": {"strategy": "custom", "groups": {"a": ["actor", "rollout", "reward"]}}},
-        "no group with critic, which this job needs: add it to one",
-    ),
-    "no groups": ({"placement": {"strategy": "custom"}}, "no group with actor, which this job needs"),
     "an unknown role": (
         {"placement": {"strategy": "custom", "groups": {"a": ["judge"]}}},
-        "groups.a names judge, which is not a role: use roles of actor, rollout, reference, critic, reward",
+        "at '/placement/groups/a/0': value must be one of 'actor', 'rollout', 'reference', 'critic', 'reward'",
     ),
     "a group's name": (
         {"placement": {"strategy": "custom", "groups": {"A": ["actor"]}}},
-        "name it with lower-case letters",
+        "lower-case letters, digits and hyphens, at most 24 characters",
     ),
     "a group called controller": (
         {"placement": {"strategy": "custom", "groups": {"controller": ["actor"]}}},
@@ -84,31 +74,11 @@ SENTENCES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "several GPUs for each group": (
         {"job": {"trainer": {"n_gpus_per_node": 4, "nnodes": 2}}},
-        "job.trainer.n_gpus_per_node times nnodes is 8, but the chart takes the ranks of a group",
+        "job.trainer.n_gpus_per_node times nnodes is above 1, but the chart takes the ranks of a group",
     ),
     "ranks that do not divide among pods": (
         {"placement": {"ranks": {"actor": 9}}, "roles": {"actor": {"gpus": 9}}},
         "group actor has 9 ranks, which do not divide among 2 pods",
-    ),
-    "ranks of roles that share a pod": (
-        {
-            "placement": {"strategy": "split-collocate", "ranks": {"critic": 2}},
-            "job": {"reward": {"reward_model": {"enable": True}}},
-            "roles": {"critic": {"gpus": 2}},
-        },
-        "placement.ranks is 1 for reward, but its group scoring has 2 ranks",
-    ),
-    "ranks where the policy generates": (
-        {"placement": {"ranks": {"rollout": 2}}, "roles": {"rollout": {"gpus": 2}}},
-        "placement.ranks is 2 for group rollout, which has the rollout alone: set placement.replicas.rollout",
-    ),
-    "an engine over several ranks of a group": (
-        {
-            "placement": {"strategy": "hybrid", "ranks": {"policy": 2}},
-            "job": {"rollout": {"name": "vllm", "tensor_model_parallel_size": 2}},
-            "roles": {"actor": {"gpus": 2}},
-        },
-        "job.rollout.tensor_model_parallel_size is 2, but each of the 2 ranks of group policy has an engine on",
     ),
     "several pods for one rank": (
         {"groups": {"actor": {"pods": 2}}},
@@ -192,7 +162,7 @@ SENTENCES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a scaler under Kueue": (
         {"autoscaling": {"reward": SCALER}, "gang": {"scheduler": "kueue", "queue": "lab"}},
-        "and adds more; remove autoscaling.reward, or set the scheduler to none",
+        "and adds more; remove it, or set the scheduler to none",
     ),
     "ranks on parts of GPUs": (
         {
@@ -204,7 +174,7 @@ SENTENCES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a claim of one pod": (
         {"storage": {"workspace": {"accessModes": ["ReadWriteOncePod"]}, "singleNode": True}},
-        "storage.workspace.accessModes has ReadWriteOncePod, with which one pod alone can mount the claim, but",
+        "storage.workspace: accessModes has ReadWriteOncePod, with which one pod alone can mount the claim",
     ),
     "a claim of one node": (
         {
@@ -212,7 +182,7 @@ SENTENCES: dict[str, tuple[dict[str, Any], str]] = {
                 "models": {"size": "1Gi", "accessModes": ["ReadWriteOnce", "ReadOnlyMany"], "readOnly": False}
             }
         },
-        "storage.models.accessModes is ReadWriteOnce, ReadOnlyMany, with which pods on several nodes cannot",
+        "storage.models.accessModes has no mode with which pods on several nodes can use the claim",
     ),
     "Kueue without a queue": ({"gang": {"scheduler": "kueue"}}, "gang.queue is empty: set it to a LocalQueue"),
 }
@@ -228,9 +198,58 @@ NOT_INSTALLED = {
 
 @pytest.mark.parametrize(("values", "words"), SENTENCES.values(), ids=SENTENCES)
 def test_contradicting_values_are_refused_with_what_to_change(values: dict[str, Any], words: str) -> None:
-    said = refusal(values)
-    assert words in said
-    assert "\n" not in said
+    assert words in refusal(values)
+
+
+# What the job alone decides, and JSON Schema cannot say: the first pod refuses it, and `rolemesh check` does.
+BY_THE_FIRST_POD: dict[str, tuple[dict[str, Any], str]] = {
+    "a role in two groups": (
+        {"placement": {"strategy": "custom", "groups": CUSTOM["groups"] | {"c": ["critic"]}}},
+        "critic is listed 2 times (b, c); list it once",
+    ),
+    "a role twice in a group": (
+        {"placement": {"strategy": "custom", "groups": {"a": ["actor", "actor"]}}},
+        "actor is listed 2 times (a, a)",
+    ),
+    "a role in no group": (
+        {"placement": {"strategy": "custom", "groups": {"a": ["actor", "rollout", "reward"]}}},
+        "no group has critic, which this job needs; add it to a group",
+    ),
+    "no groups": ({"placement": {"strategy": "custom"}}, "no group has actor, which this job needs"),
+    "ranks of nobody": (
+        {"placement": {"ranks": {"actors": 2}}},
+        "placement.ranks names 'actors', which is no group and no role; groups are actor, rollout, reference",
+    ),
+    "ranks of roles that share a pod": (
+        {
+            "placement": {"strategy": "split-collocate", "ranks": {"critic": 2}},
+            "job": {"reward": {"reward_model": {"enable": True}}},
+            "roles": {"critic": {"gpus": 2}},
+        },
+        "placement.ranks differ in group scoring (critic 2, reward 1)",
+    ),
+    "ranks where the policy generates": (
+        {"placement": {"ranks": {"rollout": 2}}, "roles": {"rollout": {"gpus": 2}}},
+        "placement.ranks is 2 for group rollout, which has the rollout alone; set placement.replicas.rollout",
+    ),
+    "an engine over several ranks of a group": (
+        {
+            "placement": {"strategy": "hybrid", "ranks": {"policy": 2}},
+            "job": {"rollout": {"name": "vllm", "tensor_model_parallel_size": 2}},
+            "roles": {"actor": {"gpus": 2}},
+        },
+        "rollout.tensor_model_parallel_size is 2, but group policy has 2 ranks (placement.ranks), each with",
+    ),
+}
+
+
+@pytest.mark.parametrize(("values", "words"), BY_THE_FIRST_POD.values(), ids=BY_THE_FIRST_POD)
+def test_what_the_job_alone_decides_is_refused_by_the_first_pod(values: dict[str, Any], words: str) -> None:
+    [config] = [each for each in objects(values) if each["metadata"]["name"] == "demo-job"]
+    with pytest.raises(InvalidConfig, match=re.escape(words)):
+        make_job(yaml.safe_load(config["data"]["job.yaml"]))
+    found, _ = check_values(values)
+    assert [words in said for said in found] == [True]
 
 
 @pytest.mark.parametrize(("what", "values"), NOT_INSTALLED.items(), ids=NOT_INSTALLED)

@@ -172,7 +172,7 @@ def test_the_job_has_the_actor_alone_under_every_placement(tiny_model: Path, tmp
     for strategy in ("standalone", "collocate", "hybrid", "split-collocate"):
         job = sft_job(tmp_path, tiny_model, placement={"strategy": strategy})
         assert job.roles == ("actor",)
-        assert list(job.groups.values()) == [("actor",)]
+        assert list(job.plan.grouping.values()) == [("actor",)]
 
 
 def test_a_job_that_wants_several_answers_is_refused(tiny_model: Path, tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ async def test_a_profiled_step_has_a_timeline_and_a_trace_of_each_role(
 
 async def test_the_timeline_shows_which_role_waits_on_a_shared_device(tiny_model: Path, tmp_path: Path) -> None:
     job = profiled_job(tmp_path, tiny_model, "placement.strategy=collocate")
-    async with served_group(job.groups["all"], job) as address:
+    async with served_group(job.plan.grouping["all"], job) as address:
         addresses = {role: [address] for role in job.roles}
         await drive(Run(job, load_tokenizer(job.actor.model)), addresses, "127.0.0.1:0", None)
     found = events(job.profile_dir(2) / "timeline.json")

@@ -9,7 +9,7 @@ from rolemesh.config import JobConfig
 from rolemesh.config.base import merge
 from rolemesh.config.job import make_job
 from rolemesh.planner.device_specs import GPUS, Device
-from rolemesh.planner.plan import Cluster, Planner
+from rolemesh.planner.estimate import Cluster, Planner
 from rolemesh.planner.search import as_grouping
 from rolemesh.planner.shapes import ModelShape
 

@@ -151,8 +151,8 @@ async def train_over_grpc(job: JobConfig) -> None:
     """The whole run with every group behind a port."""
     async with AsyncExitStack() as stack:
         addresses: dict[str, list[str]] = {role: [] for role in job.roles}
-        for group, roles in job.groups.items():
-            for _ in range(job.num_replicas(group)):
+        for group, roles in job.plan.grouping.items():
+            for _ in range(job.plan[group].replicas):
                 address = await stack.enter_async_context(served_group(roles, job))
                 for role in roles:
                     addresses[role].append(address)

@@ -1,4 +1,4 @@
-"""Plans: groups of roles on devices, with the memory of each group and the seconds of a step."""
+"""Estimates of placements: groups of roles on devices, their memory, and the seconds of a step."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from math import lcm
 
 from rolemesh.catalog.role_specs import ROLES
 from rolemesh.config import JobConfig
+from rolemesh.config.placement import takes_world_size
 from rolemesh.config.rollout import CHUNKS_PER_BATCH, own_rows
 from rolemesh.planner.collectives import Spread, smallest
 from rolemesh.planner.cost import handover_seconds, role_seconds
@@ -52,7 +53,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class PlannedGroup:
+class GroupEstimate:
     """Roles that take turns on the same devices.
 
     Args:
@@ -118,8 +119,8 @@ class PlannedGroup:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """One way to place a job.
+class Estimate:
+    """One way to place a job, and what it would take.
 
     Args:
         name: of the plan, e.g. its strategy.
@@ -131,7 +132,7 @@ class Plan:
     """
 
     name: str
-    groups: tuple[PlannedGroup, ...]
+    groups: tuple[GroupEstimate, ...]
     cluster: Cluster
     ahead: bool
     handover: float
@@ -216,7 +217,7 @@ class Plan:
         rest = seconds["score"] + seconds["update"] + seconds["switches"]
         return max(seconds["generate"], rest) + seconds["weights"]
 
-    def gain_over(self, smaller: Plan) -> tuple[float, float]:
+    def gain_over(self, smaller: Estimate) -> tuple[float, float]:
         """Return the gain per additional device: missing bytes saved, and seconds saved."""
         more = sum(g.devices for g in self.groups) - sum(g.devices for g in smaller.groups)
         return (smaller.missing_bytes - self.missing_bytes) / more, (smaller.seconds - self.seconds) / more
@@ -241,9 +242,9 @@ class Planner:
         self.job = job
         self.shapes = shapes
         self.cluster = cluster
-        self._groups: dict[tuple[tuple[str, ...], int, int], PlannedGroup] = {}
+        self._groups: dict[tuple[tuple[str, ...], int, int], GroupEstimate] = {}
 
-    def plan(self, name: str, grouping: Grouping, given: Mapping[str, Counts] | None = None) -> Plan:
+    def plan(self, name: str, grouping: Grouping, given: Mapping[str, Counts] | None = None) -> Estimate:
         """Divide the devices among the groups.
 
         Args:
@@ -267,10 +268,11 @@ class Planner:
         """Return the ranks of groups by trainer.n_gpus_per_node and nnodes, as the job's num_ranks does."""
         if (world := self.job.trainer.world_size) is None:
             return {}
-        spread = {role for role in self.job.roles if role != "rollout" and self.job.on_device(role)}
-        return {label: Counts(ranks=world) for label, roles in grouping.items() if spread.intersection(roles)}
+        models = {role for role in self.job.roles if self.job.on_device(role)}
+        spread = [label for label, roles in grouping.items() if takes_world_size(models & {*roles})]
+        return {label: Counts(ranks=world) for label in spread}
 
-    def _smallest(self, grouping: Grouping, given: Mapping[str, Counts]) -> dict[str, PlannedGroup]:
+    def _smallest(self, grouping: Grouping, given: Mapping[str, Counts]) -> dict[str, GroupEstimate]:
         roles = {
             label: tuple(role for role in roles if role in self.job.roles) for label, roles in grouping.items()
         }
@@ -282,7 +284,7 @@ class Planner:
             if present
         }
 
-    def _grown(self, plan: Plan, given: Mapping[str, Counts]) -> Iterator[Plan]:
+    def _grown(self, plan: Estimate, given: Mapping[str, Counts]) -> Iterator[Estimate]:
         """Yield plans in which some of the groups with devices have one more device, or one more replica's."""
         if self.cluster.device.shared:
             return
@@ -295,13 +297,13 @@ class Planner:
                 if not candidate.missing_devices:
                     yield candidate
 
-    def divided(self, name: str, grouping: Grouping, devices: Mapping[str, int]) -> Plan:
+    def divided(self, name: str, grouping: Grouping, devices: Mapping[str, int]) -> Estimate:
         """Make a plan with given numbers of devices for each group."""
         return self._plan(
             name, {label: self._group(tuple(grouping[label]), devices[label]) for label in grouping}
         )
 
-    def _plan(self, name: str, groups: Mapping[str, PlannedGroup]) -> Plan:
+    def _plan(self, name: str, groups: Mapping[str, GroupEstimate]) -> Estimate:
         named = tuple(replace(group, name=label) for label, group in groups.items())
         home = {role: group for group in named for role in group.roles}
         handover = 0.0
@@ -312,13 +314,15 @@ class Planner:
             handover = handover_seconds(self.job, self.shapes, device, ranks, together=together)
         ahead = self.job.rollout.mode == "async" and self.job.trainer.max_staleness > 0
         split = self.job.rollout.tensor_model_parallel_size if "rollout" in self.shapes else 1
-        return Plan(name=name, groups=named, cluster=self.cluster, ahead=ahead, handover=handover, split=split)
+        return Estimate(
+            name=name, groups=named, cluster=self.cluster, ahead=ahead, handover=handover, split=split
+        )
 
-    def _given(self, roles: tuple[str, ...], counts: Counts) -> PlannedGroup:
+    def _given(self, roles: tuple[str, ...], counts: Counts) -> GroupEstimate:
         devices = self._fewest(roles) and counts.replicas * counts.ranks
         return self._group(roles, devices * self._split(roles), counts.ranks)
 
-    def _group(self, roles: tuple[str, ...], devices: int, ranks: int | None = None) -> PlannedGroup:
+    def _group(self, roles: tuple[str, ...], devices: int, ranks: int | None = None) -> GroupEstimate:
         """Return a group on `devices` devices, in replicas of `ranks` ranks; None: as `_ranks` finds."""
         if ranks is None:
             ranks = self._ranks(roles, max(1, devices))
@@ -334,7 +338,7 @@ class Planner:
             host = None if device.shared else host_memory(self.job, self.shapes, roles, engines)
             idle = next(filter(None, (self._idle(role, ranks) for role in roles)), "")
             asleep = 0 if is_alone or "rollout" not in roles else asleep_bytes(job, device)
-            found = PlannedGroup(
+            found = GroupEstimate(
                 name="",
                 roles=roles,
                 devices=devices,
@@ -400,5 +404,5 @@ class Planner:
         return self.job.rollout.tensor_model_parallel_size if "rollout" in roles else 1
 
 
-def best_first(plans: Sequence[Plan]) -> list[Plan]:
+def best_first(plans: Sequence[Estimate]) -> list[Estimate]:
     return sorted(plans, key=lambda plan: plan.order)
