@@ -27,7 +27,8 @@ PATHS = tuple(path_keys(JobSections))
 def sections_of(role: str) -> tuple[str, ...]:
     """Return the keys and sections of the job in which a role finds the paths that it reads."""
     own = "rollout.multi_turn" if role == "environment" else role
-    return ("actor.model", "plugins", own)
+    has_section = own.partition(".")[0] in JobSections.model_fields
+    return ("actor.model", "plugins", *([own] if has_section else []))
 
 
 @dataclass(frozen=True)

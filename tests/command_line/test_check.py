@@ -60,15 +60,16 @@ OWN = {"algorithm": {"adv_estimator": "centred_here"}, "critic": {"enable": Fals
             ["job: unknown key 'trainer.sav_freq'", "gang.scheduler is kueue, but gang.queue is empty"],
         ),
         (
-            {"placement": {"strategy": "hybrid", "replicas": {"rollout": 2}}},
+            {"job": {}, "placement": {"strategy": "hybrid", "replicas": {"rollout": 2}}},
             ["job: placement.replicas.rollout is 2, but its group policy has roles with fewer replicas"],
         ),
         (
             {
+                "job": {},
                 "placement": {
                     "strategy": "custom",
                     "groups": {"A": ["actor"], "b": ["critic", "rollout", "reward"]},
-                }
+                },
             },
             ["job: placement.groups: expected a group's name of at most 24 lower-case letters"],
         ),
