@@ -53,8 +53,14 @@ def _section(section: Schema, known: Schema, prefix: str) -> Iterator[str]:
 
 
 def _resume(key: str) -> str:
-    said = {AtResume.REFUSED: "is refused", AtResume.WARNED: "causes a warning"}
-    return said.get(KEY_FACTS[key].at_resume, "")
+    said = {
+        AtResume.REFUSED: "is refused",
+        AtResume.WARNED: "causes a warning",
+        AtResume.DERIVED: "is refused, if another setting, data or weights follow from it",
+        AtResume.UNCOMPARED: "is not compared, though numbers change",
+        AtResume.FREE: "",
+    }
+    return said[KEY_FACTS[key].at_resume]
 
 
 def _section_of(key: Schema) -> str:

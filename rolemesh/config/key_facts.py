@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from inspect import get_annotations
 from typing import Any
 
 from pydantic import BaseModel, Field
@@ -25,10 +26,11 @@ class AtResume(Enum):
     DERIVED = (
         "what follows from it is compared: digests of rows and plug-ins, a role's own checkpoint, other keys"
     )
+    UNCOMPARED = "nothing is compared, though numbers change: with `auto` the value may follow the device"
     FREE = "nothing is compared: it says where, how fast and until when a run computes, and what it writes"
 
 
-REFUSED, WARNED, DERIVED, FREE = AtResume
+REFUSED, WARNED, DERIVED, UNCOMPARED, FREE = AtResume
 EVERY_ROLE = tuple(ROLES)
 
 
@@ -106,21 +108,44 @@ def key_facts(schema: type[BaseModel], prefix: str = "", read_by: tuple[str, ...
         read_by: the roles that read all keys of the section.
 
     Raises:
-        TypeError: a key is declared without facts.
+        TypeError: a key is declared without facts, FACTS name one that the class does not inherit, or a key
+            counts if another one is set that does not exist.
     """
+    found = _collected(schema, prefix, read_by)
+    for key, facts in found.items():
+        if not prefix and facts.counts_if and facts.counts_if not in found:
+            raise TypeError(f"key {key} counts if {facts.counts_if} is set, but there is no such key")
+    return found
+
+
+def _collected(schema: type[BaseModel], prefix: str, read_by: tuple[str, ...]) -> dict[str, KeyFacts]:
     found: dict[str, KeyFacts] = {}
     for name, field in schema.model_fields.items():
         inner = section_type(schema, name)
         if inner is not None:
             more = next((facts.read_by for facts in field.metadata if isinstance(facts, SectionFacts)), ())
-            found |= key_facts(inner, f"{prefix}{name}.", _joined(read_by, more))
+            found |= _collected(inner, f"{prefix}{name}.", _joined(read_by, more))
             continue
-        declared = [facts for facts in field.metadata if isinstance(facts, KeyFacts)]
-        facts = getattr(schema, "FACTS", {}).get(name) or (declared[-1] if declared else None)
+        facts = _facts(schema, name)
         if facts is None:
             raise TypeError(f"key {prefix}{name} has no facts; declare it by rolemesh.config.key_facts.Key")
         found[prefix + name] = replace(facts, read_by=_joined(read_by, facts.read_by))
     return found
+
+
+def _facts(schema: type[BaseModel], name: str) -> KeyFacts | None:
+    """Return the facts of a key from the nearest class that declares the key or has it in its FACTS."""
+    for each in schema.__mro__:
+        inherited: dict[str, KeyFacts] = vars(each).get("FACTS", {})
+        own = get_annotations(each)
+        if unknown := [key for key in inherited if key in own or key not in schema.model_fields]:
+            raise TypeError(f"FACTS of {each.__name__} name {', '.join(unknown)}, which it does not inherit")
+        if name in inherited:
+            return inherited[name]
+        if name in own:
+            metadata = schema.model_fields[name].metadata
+            return next((facts for facts in reversed(metadata) if isinstance(facts, KeyFacts)), None)
+    return None
 
 
 def _joined(*roles: tuple[str, ...]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from rolemesh.config.base import Config, LocalPath, NoEffect
-from rolemesh.config.key_facts import DERIVED, FREE, REFUSED, WARNED, Key, KeyFacts
+from rolemesh.config.key_facts import DERIVED, FREE, REFUSED, UNCOMPARED, WARNED, Key, KeyFacts
 from rolemesh.errors import InvalidConfig
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
@@ -83,7 +83,7 @@ def chosen_dtype(dtype: str, key: str, device: str, capability: tuple[int, int] 
 class FrozenModelConfig(ModelConfig):
     """The model of a role that is not trained."""
 
-    FACTS: ClassVar[dict[str, KeyFacts]] = {"path": KeyFacts(WARNED), "dtype": KeyFacts(FREE)}
+    FACTS: ClassVar[dict[str, KeyFacts]] = {"path": KeyFacts(WARNED), "dtype": KeyFacts(UNCOMPARED)}
 
     enable_gradient_checkpointing: Annotated[bool, NO_BACKWARD] = Key(True, FREE, description="no effect")
     enable_activation_offload: Annotated[bool, NO_BACKWARD] = Key(False, FREE, description="no effect")

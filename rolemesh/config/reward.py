@@ -39,7 +39,6 @@ class CustomRewardConfig(Config):
 
 class ScoringModelConfig(FrozenModelConfig):
     FACTS: ClassVar[dict[str, KeyFacts]] = {
-        **FrozenModelConfig.FACTS,
         "path": KeyFacts(WARNED, counts_if="reward.reward_model.enable"),
     }
 

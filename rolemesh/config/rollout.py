@@ -9,7 +9,7 @@ from rolemesh.catalog.call_formats import CALL_FORMATS
 from rolemesh.catalog.engines import ENGINES, EngineSpec
 from rolemesh.catalog.tools import TOOLS
 from rolemesh.config.base import Config, LocalPath, NoEffect, name_in, options_of
-from rolemesh.config.key_facts import DERIVED, FREE, REFUSED, WARNED, Key, KeyFacts, Section
+from rolemesh.config.key_facts import DERIVED, FREE, REFUSED, UNCOMPARED, WARNED, Key, KeyFacts, Section
 from rolemesh.config.model import Precision
 
 # Log-probs, values and scores of a batch are computed in about this many calls: enough to overlap them with
@@ -156,7 +156,7 @@ class McpServerConfig(Config):
 class MultiTurnConfig(Config):
     enable: bool = Key(
         False,
-        WARNED,
+        REFUSED,
         read_by=("reward",),
         description="rows may be conversations of many turns, with a role environment",
     )
@@ -317,7 +317,7 @@ class RolloutConfig(SamplingConfig):
     )
     dtype: Precision = Key(
         "auto",
-        FREE,
+        UNCOMPARED,
         read_by=("actor", "rollout"),
         description="type in which the engine computes; auto: bfloat16 on a GPU, float32 on a CPU and on GPUs "
         "before Ampere",

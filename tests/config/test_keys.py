@@ -7,7 +7,7 @@ import json
 import re
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from key_readers import ROOT, Sources, keys
@@ -24,7 +24,7 @@ from rolemesh.config.algorithm import AlgorithmConfig
 from rolemesh.config.base import NoEffect
 from rolemesh.config.job import make_job
 from rolemesh.config.job_sections import KEY_FACTS
-from rolemesh.config.key_facts import FREE, KeyFacts, key_facts
+from rolemesh.config.key_facts import FREE, REFUSED, Key, KeyFacts, key_facts
 from rolemesh.config.rollout import RolloutConfig
 from rolemesh.config.unused_keys import SWITCHES
 from rolemesh.services.controller.job_warnings import warn_of_unused_keys
@@ -200,7 +200,35 @@ class Undeclared(Config):
     momentum: float = Field(0.9)
 
 
+class Inherits(ActorConfig):
+    FACTS: ClassVar[dict[str, KeyFacts]] = {"clip_ratio": KeyFacts(FREE)}
+
+    ppo_epochs: int = Key(1, REFUSED)
+
+
+class Misspelt(Inherits):
+    FACTS: ClassVar[dict[str, KeyFacts]] = {"clip_ratios": KeyFacts(FREE)}
+
+
+class Depends(Config):
+    momentum: float = Key(0.9, FREE, counts_if="adam.enable")
+
+
+def test_the_facts_of_a_key_are_those_of_the_nearest_class_that_has_some() -> None:
+    base, found = key_facts(ActorConfig, "actor."), key_facts(Inherits, "actor.")
+    assert {key: facts.at_resume for key, facts in found.items() if facts != base[key]} == {
+        "actor.clip_ratio": FREE,
+        "actor.ppo_epochs": REFUSED,
+    }
+
+
 def test_a_key_without_facts_does_not_load() -> None:
+    with pytest.raises(TypeError, match="FACTS of Misspelt name clip_ratios, which it does not inherit"):
+        key_facts(Misspelt, "actor.")
+    with pytest.raises(
+        TypeError, match=r"key momentum counts if adam\.enable is set, but there"
+    ):
+        key_facts(Depends)
     with pytest.raises(TypeError, match=r"key actor\.optim\.momentum has no facts"):
         key_facts(Undeclared, "actor.optim.")
     with pytest.raises(ValueError, match="read_by names judge; roles are actor, rollout"):

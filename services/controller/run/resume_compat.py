@@ -13,6 +13,7 @@ from typing import Any
 
 from rolemesh.catalog.catalog import BUILT_IN
 from rolemesh.catalog.plugin_imports import used_plugins
+from rolemesh.catalog.role_specs import ROLES
 from rolemesh.config import JobConfig
 from rolemesh.config.base import value_at
 from rolemesh.config.job_sections import KEY_FACTS
@@ -34,6 +35,9 @@ GEN_BATCH = "data.gen_batch_size"
 LORA_ALPHA = "actor.model.lora_alpha"
 KL_COEF = "algorithm.kl_ctrl.kl_coef"
 REFERENCE = "reference.model.path"
+REVISION = "revision of {}'s model"
+CONVERSATIONS = "rollout.multi_turn.enable"
+OF_CONVERSATIONS = ("rollout.multi_turn.", "rollout.agent.")
 REWARD_FILE = "reward.custom_reward_function.path"
 LOSS = "actor.policy_loss.loss_mode"
 THRESHOLD = "algorithm.rollout_correction.rollout_is_threshold"
@@ -43,7 +47,7 @@ CLIPS = CLIP_LOW, CLIP_HIGH = tuple(
 )
 CRITIC = "whether the job has a critic (critic.enable)"
 OTHERS = "the other keys of "
-IDLE = "keys without effect"  # of those that are kept: as they say nothing, they are not compared
+UNUSED = "keys without effect"  # of those that are kept: as they say nothing, they are not compared
 HINTS = {
     PROMPTS: "The prompts' tokens depend on the content of data.train_files, on the tokenizer and on its chat "
     "template. A template that writes today's date takes the date of the run's beginning from "
@@ -63,6 +67,8 @@ TOGETHER: dict[str, tuple[str, ...]] = {
     AHEAD: ("rollout.mode", "trainer.max_staleness"),
     CRITIC: ("critic.enable",),
 }
+# The revision of a model at the Hub, to the key that names the model: it may change as that may.
+REVISIONS = {REVISION.format(role): f"{spec.model_key}.path" for role, spec in ROLES.items()}
 COMPARED = tuple(
     key
     for key, facts in KEY_FACTS.items()
@@ -119,14 +125,14 @@ def settings_to_keep(
 
     Returns:
         Settings as they come back from a checkpoint, so that the two can be compared: lists for tuples, and
-        text for paths. Options of plug-ins may hold these. IDLE lists those without effect in this job.
+        text for paths. Options of plug-ins may hold these. UNUSED lists those without effect in this job.
 
     Raises:
         InvalidConfig: the job uses a part of a plug-in that other processes would not import.
     """
     plugins = used_plugins(job.plugins, job.parts)
     settings = {
-        **{f"revision of {role}'s model": read.revision or None for role, read in models_of(job).items()},
+        **{REVISION.format(role): read.revision or None for role, read in models_of(job).items()},
         **{f"digest of plug-in {name}": digest for name, digest in plugins.items()},
         NUM_PROMPTS: num_prompts,
         PROMPTS: prompts,
@@ -139,10 +145,10 @@ def settings_to_keep(
         CLIP_HIGH: job.actor.clip_high,
         AHEAD: job.steps_ahead,
     }
-    return dict(in_json(settings | {IDLE: sorted(_idle(job) & settings.keys())}))
+    return dict(in_json(settings | {UNUSED: sorted(_unused(job) & settings.keys())}))
 
 
-def _idle(job: JobConfig) -> set[str]:
+def _unused(job: JobConfig) -> set[str]:
     """Return the keys that change nothing in the rest of a run."""
     keys = without_effect(job) - {LORA_ALPHA}  # None says it, and an adapter is not added half way
     for end, key in ((CLIP_LOW, "actor.clip_ratio_low"), (CLIP_HIGH, "actor.clip_ratio_high")):
@@ -182,18 +188,24 @@ def _values(job: JobConfig) -> dict[str, Any]:
         "data.train_files": [Path(file).name for file in job.data.train_files],  # directories may move
         GEN_BATCH: None if job.data.prompts_at_once == job.data.train_batch_size else job.data.gen_batch_size,
         STEPS: values[STEPS] if any(optim.depends_on_total for optim in optims) else None,
-        REFERENCE: Path(job.reference_model.path).name if "reference" in job.roles else None,
+        REFERENCE: _model_name(job.reference_model.path) if "reference" in job.roles else None,
         REWARD_FILE: values.get(REWARD_FILE) and Path(values[REWARD_FILE]).name,
         **{f"{role}.ppo_mini_batch_size": job.mini_batch_size(role) for role in ("actor", "critic")},
     }
     return {key: meant.get(key, value) for key, value in values.items()}
 
 
+def _model_name(path: str) -> str:
+    """Return a model's name: its directory may move. In a checkpoint every model of a role has the same one."""
+    at = Path(path)
+    return f"{at.parent.name}/{at.name}" if at.parent.name.startswith("global_step_") else at.name
+
+
 def _has(job: JobConfig, key: str) -> bool:
     """Return whether a job has the part that a key is of. A checkpoint always has the three keys below."""
     if key in (RULES, "rollout.n", "rollout.options"):
         return True
-    if key.startswith(("rollout.multi_turn.", "rollout.agent.")):
+    if key.startswith(OF_CONVERSATIONS) and key != CONVERSATIONS:
         return job.rollout.multi_turn.enable
     parts = {"critic": job.uses_critic, "rollout": job.generates, "reward": "reward" in job.roles}
     return parts.get(key.partition(".")[0], True)
@@ -201,7 +213,7 @@ def _has(job: JobConfig, key: str) -> bool:
 
 def _may_change(setting: str) -> bool:
     """Return whether a resume only warns of another value."""
-    keys = TOGETHER.get(setting, (setting,))
+    keys = TOGETHER.get(setting, (REVISIONS.get(setting, setting),))
     learns = all(key in KEY_FACTS and KEY_FACTS[key].at_resume is WARNED for key in keys)
     return learns or setting.startswith((FILE, VALIDATION))
 
@@ -240,13 +252,15 @@ def compare(kept: Mapping[str, Any], now: Mapping[str, Any], unknown: Collection
     """
     if kept.get(NUM_PROMPTS) == now.get(NUM_PROMPTS):
         unknown = [key for key in unknown if key != COLUMNS]
-    keys = [key for key in {**kept, **now} if key != IDLE and key not in unknown]
+    keys = [key for key in {**kept, **now} if key != UNUSED and key not in unknown]
+    if CONVERSATIONS in kept and kept[CONVERSATIONS] != now.get(CONVERSATIONS):  # which says it of all of them
+        keys = [key for key in keys if key == CONVERSATIONS or not key.startswith(OF_CONVERSATIONS)]
     missing = [key for key in keys if key not in kept and not ABSENT_IF_UNUSED.fullmatch(key)]
-    left_out = {*missing, *now.get(IDLE, ()), *(OF_ROLLOUTS - now.keys())}
+    left_out = {*missing, *now.get(UNUSED, ()), *(OF_ROLLOUTS - now.keys())}
     kept = {**kept, GEN_BATCH: None if kept.get(GEN_BATCH) == kept.get(BATCH) else kept.get(GEN_BATCH)}
     differing = [key for key in keys if key not in left_out and kept.get(key) != now.get(key)]
     differing = [k for k in differing if not k.startswith((FILE, VALIDATION)) or (kept.get(k) and now.get(k))]
-    changed = [key for key in differing if _may_change(key) or key in kept.get(IDLE, ())]
+    changed = [key for key in differing if _may_change(key) or key in kept.get(UNUSED, ())]
     phrases = [f"{key} from {kept.get(key)!r} to {now.get(key)!r}" for key in changed]
     if STEPS in differing and None in (kept[STEPS], now[STEPS]):  # only one of the two schedules depends on it
         phrases.append(f"the learning rate {'now depends' if now[STEPS] else 'no longer depends'} on {STEPS}")

@@ -22,9 +22,13 @@ from rolemesh.config.unused_keys import without_effect
 from rolemesh.errors import InvalidConfig
 from rolemesh.services.controller.run.resume_compat import (
     CLIPS,
+    COLUMNS,
     CRITIC,
-    IDLE,
+    PROMPTS,
+    STEPS,
     TOGETHER,
+    UNUSED,
+    VALIDATION,
     Comparison,
     compare,
     settings_to_keep,
@@ -142,9 +146,78 @@ def test_a_pages_critic_is_not_added_or_left_out_half_way(tmp_path: Path) -> Non
 
 def test_an_older_checkpoint_is_compared_by_what_its_keys_mean() -> None:
     now = settings({})
-    earlier = {key: value for key, value in now.items() if key not in (CRITIC, IDLE, *CLIPS)}
+    earlier = {key: value for key, value in now.items() if key not in (CRITIC, UNUSED, *CLIPS)}
     earlier["data.gen_batch_size"] = earlier["data.train_batch_size"]
     assert compare(earlier, now) == Comparison([], [], [], ["the other keys of actor"])
+
+
+def test_conversations_do_not_begin_or_end_half_way() -> None:
+    """Their keys are those of one job alone, so they are not compared, and none is said to be missing."""
+    without, talks = settings({}), settings({"rollout": {"multi_turn": {"enable": True}}})
+    phrase = "rollout.multi_turn.enable is {} now and was {}"
+    assert compare(without, talks) == Comparison([phrase.format(True, False)], [], [], [])
+    assert compare(talks, without) == Comparison([phrase.format(False, True)], [], [], [])
+
+
+@pytest.mark.parametrize("role", ["reference", "reward"])
+def test_a_model_that_is_not_trained_may_be_another_also_at_the_hub(role: str) -> None:
+    revision = f"revision of {role}'s model"
+    none, one, two = ({**settings({}), **commit} for commit in ({}, {revision: "a"}, {revision: "b"}))
+    assert compare(one, two) == Comparison([], [], [f"{revision} from 'a' to 'b'"], [])
+    assert compare(none, one) == Comparison([], [], [f"{revision} from None to 'a'"], [])
+
+
+def test_the_models_of_two_checkpoints_are_not_the_same() -> None:
+    def of_step(step: int, under: str) -> Sections:
+        path = f"{under}/global_step_{step}/actor"
+        return settings({"actor": {"use_kl_loss": True}, "reference": {"model": {"path": path}}})
+
+    assert compare(of_step(20, "outputs/sft"), of_step(20, "/moved")) == NOTHING
+    assert compare(of_step(20, "outputs/sft"), of_step(60, "outputs/sft")).changed == [
+        "reference.model.path from 'global_step_20/actor' to 'global_step_60/actor'"
+    ]
+
+
+# What a resume compares in place of a key itself.
+ROLE = "the checkpoint of the role"
+FOLLOWS = {
+    "plugins": "digest of plug-in",
+    "algorithm.filter_groups.enable": "algorithm.filter_groups.metric",
+    "data.val_files": VALIDATION,
+    **dict.fromkeys(
+        (
+            *(
+                "data.max_length",
+                "data.prompt_key",
+                "data.response_key",
+                "data.chosen_key",
+                "data.rejected_key",
+            ),
+            *("data.messages_key", "data.apply_chat_template_kwargs", "data.tools_key", "data.truncation"),
+            *("data.filter_overlong_prompts", "data.train_max_samples", "actor.model.path"),
+            *("actor.model.revision", "actor.model.custom_chat_template"),
+        ),
+        PROMPTS,
+    ),
+    "data.val_max_samples": VALIDATION,
+    **dict.fromkeys(
+        ("data.reward_fn_key", "data.reward_model_key", "rollout.agent.default_agent_loop"), COLUMNS
+    ),
+    **dict.fromkeys(
+        ("actor.model.lora_rank", "actor.model.target_modules", "actor.model.lora_adapter_path"), ROLE
+    ),
+    **dict.fromkeys(
+        ("actor.model.dtype", "critic.model.dtype", "critic.model.path", "critic.model.revision"), ROLE
+    ),
+    "reference.model.revision": "revision of reference's model",
+    "reward.reward_model.model.revision": "revision of reward's model",
+    "trainer.total_epochs": STEPS,
+}
+
+
+def test_each_key_from_which_something_follows_says_what() -> None:
+    derived = {key for key, facts in KEY_FACTS.items() if facts.at_resume is AtResume.DERIVED}
+    assert FOLLOWS.keys() == derived
 
 
 # Jobs in which keys have an effect that they do not have in the default job.
@@ -182,7 +255,6 @@ NOT_DRAWN = {
     *("rollout.prompt_length", "rollout.response_length", "rollout.calculate_log_probs", "trainer.nnodes"),
     *("actor.ulysses_sequence_parallel_size", "actor.ppo_max_token_len_per_gpu", "trainer.save_best"),
     *("trainer.max_actor_ckpt_to_keep", *(f"placement.{key}" for key in PlacementConfig.model_fields)),
-    "rollout.multi_turn.enable",  # a checkpoint without conversations has no key of them: it is missing there
 }
 
 
