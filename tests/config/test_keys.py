@@ -225,9 +225,7 @@ def test_the_facts_of_a_key_are_those_of_the_nearest_class_that_has_some() -> No
 def test_a_key_without_facts_does_not_load() -> None:
     with pytest.raises(TypeError, match="FACTS of Misspelt name clip_ratios, which it does not inherit"):
         key_facts(Misspelt, "actor.")
-    with pytest.raises(
-        TypeError, match=r"key momentum counts if adam\.enable is set, but there"
-    ):
+    with pytest.raises(TypeError, match=r"key momentum counts if adam\.enable is set, but there"):
         key_facts(Depends)
     with pytest.raises(TypeError, match=r"key actor\.optim\.momentum has no facts"):
         key_facts(Undeclared, "actor.optim.")

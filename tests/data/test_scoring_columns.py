@@ -22,7 +22,7 @@ from rolemesh.data.dataset import Agents
 from rolemesh.data.parquet import write_rows
 from rolemesh.errors import InvalidData
 from rolemesh.models.tiny import byte_tokenizer
-from rolemesh.services.controller.run.data_sets import training_data, validation_data, warn_of_unseen_rows
+from rolemesh.services.controller.run.row_loading import training_data, validation_data, warn_of_unseen_rows
 
 TOKENIZER = byte_tokenizer()
 OWN_FUNCTION = {"reward": {"custom_reward_function": {"path": "/x.py"}}}

@@ -26,7 +26,6 @@ from rolemesh.services.controller.run.ahead import Ahead
 from rolemesh.services.controller.run.background_commit import BackgroundCommit
 from rolemesh.services.controller.run.best import check_reported, is_best
 from rolemesh.services.controller.run.checkpoints import Checkpoints, ControllerState
-from rolemesh.services.controller.run.data_sets import num_steps, with_total_steps
 from rolemesh.services.controller.run.decision import named_checkpoint, start_of
 from rolemesh.services.controller.run.profile import profiled
 from rolemesh.services.controller.run.resume_compat import (
@@ -36,6 +35,7 @@ from rolemesh.services.controller.run.resume_compat import (
     file_digests,
     settings_to_keep,
 )
+from rolemesh.services.controller.run.row_loading import num_steps, with_total_steps
 from rolemesh.services.controller.run.run_data import RunData
 from rolemesh.services.controller.run.run_dir import MetricsFile, read_metrics, write_answers, write_config
 from rolemesh.services.controller.run.stopwatch import Stopwatch, WarmingActor, timed

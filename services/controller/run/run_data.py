@@ -13,7 +13,7 @@ from rolemesh.data import PromptDataset
 from rolemesh.data.dataset import Agents
 from rolemesh.dataproto import DataProto
 from rolemesh.roles import Environment
-from rolemesh.services.controller.run.data_sets import (
+from rolemesh.services.controller.run.row_loading import (
     Content,
     content_of,
     training_data,

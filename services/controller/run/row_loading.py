@@ -1,4 +1,4 @@
-"""The data sets of a run, by its page."""
+"""Loads the training and validation rows of a run, by its page."""
 
 from __future__ import annotations
 
