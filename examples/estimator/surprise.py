@@ -17,7 +17,7 @@ class SurpriseOptions(Options):
     wrong_weight: float = 1.0  # of answers that are worse than the median
 
 
-# `reads` names the columns that the function gets, in order. rolemesh/roles.py lists all columns.
+# `reads` names the columns that the function gets, in order. rolemesh/columns.py lists all columns.
 # `compares` says that a prompt needs two answers or more.
 @estimator(
     "surprise",

@@ -221,7 +221,7 @@ def _joined(groups: Sequence[DataProto]) -> DataProto:
     """Concatenate groups. The extra information of scores, which only metrics read, is empty where absent.
 
     After a resume some groups have it and others do not: the run may score with another function now, or
-    validate with several responses (rolemesh.roles.reward_methods).
+    validate with several responses (rolemesh.methods.reward_methods).
     """
     if any(EXTRA in group for group in groups):
         extra = [DataProto.from_dict({}, {EXTRA: [{}] * len(group)}) for group in groups]
