@@ -114,7 +114,7 @@ def agrees(given: NormalForm, truth: NormalForm) -> bool:
 
 
 def labelled_otherwise(given: NormalForm, truth: NormalForm) -> bool:
-    """Whether both have a unit, and not the same one, or other words of a script that is not read."""
+    """Whether both have a unit, and not the same one, or differ where a word of another script stands."""
     if given.value != truth.value and OTHER_SCRIPT.search(given.value + truth.value):
         return True
     return bool(given.unit and truth.unit and given.unit != truth.unit)

@@ -44,21 +44,18 @@ CHARACTERS = FULL_WIDTH | str.maketrans(
     }
 )
 FONTS = ("bf", "rm", "it", "sf")  # "{\\bf 5}"; "\\bf{5}" is a wrapper
-SIZES = ("small", "normalsize", "large", "Large", "LARGE", "huge", "Huge")
+REMOVED = (
+    "left right big Big bigg Bigg bigl bigr limits displaystyle textstyle "
+    "small normalsize large Large LARGE huge Huge"
+)
+REPLACED = (
+    r"dfrac\frac tfrac\frac cfrac\frac leq\le leqslant\le geq\ge geqslant\ge neq\ne lt< gt> "
+    r"varnothing\emptyset degree^\circ lbrace\{ rbrace\}"
+)
 COMMANDS = {
-    **dict.fromkeys(("dfrac", "tfrac", "cfrac"), r"\frac"),
-    **dict.fromkeys(("left", "right", "big", "Big", "bigg", "Bigg", "bigl", "bigr", "limits"), ""),
-    **dict.fromkeys(("displaystyle", "textstyle", *FONTS, *SIZES), ""),
+    **dict.fromkeys((*REMOVED.split(), *FONTS), ""),
     **dict.fromkeys(("quad", "qquad", "enspace", "thinspace"), " "),
-    **dict.fromkeys(("leq", "leqslant"), r"\le"),
-    **dict.fromkeys(("geq", "geqslant"), r"\ge"),
-    "neq": r"\ne",
-    "lt": "<",
-    "gt": ">",
-    "varnothing": r"\emptyset",
-    "degree": r"^\circ",
-    "lbrace": r"\{",
-    "rbrace": r"\}",
+    **dict(re.findall(r"([a-z]+)(\S+)", REPLACED)),
 }
 COMMAND = re.compile(r"\\\\|\\([A-Za-z]+|[!,;: %$])|~")
 # Between numbers a wide space makes a list, and "~", which is a blank in TeX, a range.

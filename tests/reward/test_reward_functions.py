@@ -26,29 +26,23 @@ FIXTURE = Path(__file__).parents[1] / "fixtures" / "gsm8k" / "train.jsonl"
 # -------------------------------------------------------------------------------------- gsm8k
 
 
-@pytest.mark.parametrize("truth", [["71", "72"], {"target": 72}, {"target": ["1", "72"]}, 72.0])
-def test_gsm8k_compares_with_each_right_answer(truth: Any) -> None:
-    assert gsm8k.compute_score("#### 72", truth).items() >= {"score": 1.0, "acc": 1.0}.items()
-
-
-@pytest.mark.parametrize("response", ["", "The answer is 72", "# 72", "#### seventy-two", "####", "#### -"])
-def test_gsm8k_without_a_marked_number_is_no_answer(response: str) -> None:
-    assert gsm8k.compute_score(response, "72", format_score=0.1).items() >= {"score": 0.0, "acc": 0.0}.items()
-
-
-def test_format_score_never_makes_a_wrong_answer_right() -> None:
-    """It is the score of a wrong answer that is well formed."""
-    assert gsm8k.compute_score("#### 73", "72", format_score=0.1).items() >= {"score": 0.1, "acc": 0.0}.items()
-    assert gsm8k.compute_score("#### 72", "72", format_score=0.1).items() >= {"score": 1.0, "acc": 1.0}.items()
-
-
-def test_gsm8k_takes_what_follows_the_last_mark_even_non_numbers() -> None:
-    """As verl does: a right answer that is taken back is none."""
-    for taken_back in ("#### ,", "#### 1.2.3", "####,.", "#### ."):
-        scored = gsm8k.compute_score(f"#### 5\n{taken_back}", "5", format_score=0.1)
-        assert scored.items() >= {"score": 0.1, "acc": 0.0}.items()
-    assert gsm8k.compute_score("#### 5\n#### done", "5")["acc"] == 1.0
-    assert gsm8k.compute_score("#### " + "1" * 200 + " x", "1" * 200)["acc"] == 1.0
+@pytest.mark.parametrize(
+    ("response", "score", "pred"),
+    [
+        ("#### 1234", 1.0, "1234"),
+        ("#### $1,234.00 it is", 1.0, "1234"),
+        ("#### 1234.\n#### done", 1.0, "1234"),
+        ("#### 0.50", 0.1, "0.5"),  # well formed, and wrong
+        *((f"#### 1234\n{taken_back}", 0.1, "") for taken_back in ("#### ,", "#### 1.2.3", "####,.", "#### .")),
+        *((nothing, 0.0, "") for nothing in ("", "it is 1234", "# 1234", "#### one", "####", "#### -")),
+    ],
+)
+def test_gsm8k_scores_the_last_marked_number_and_spells_it_in_one_way(
+    response: str, score: float, pred: str
+) -> None:
+    for truth in ("1234", ["1", "1234"], {"target": 1234}, {"target": ["1", "1234"]}, 1234.0):
+        scored = gsm8k.compute_score(response, truth, format_score=0.1)
+        assert scored == {"score": score, "acc": float(score == 1), "pred": pred}
 
 
 @pytest.mark.parametrize(
@@ -63,11 +57,6 @@ def test_an_answer_counts_within_the_last_300_or_set_characters(data_source: str
             scored = default_compute_score(data_source, answer + "\n" * num_after, "5", config=config)
             assert isinstance(scored, dict)
             assert scored["acc"] == float(answer_chars is None or num_after + len(answer) <= most)
-
-
-def test_gsm8k_needs_a_number_to_compare_with() -> None:
-    with pytest.raises(ValueError, match="is not a number"):
-        gsm8k.compute_score("#### 1", "one")
 
 
 def test_every_solution_of_the_data_set_is_right_by_its_own_rule() -> None:
@@ -95,8 +84,6 @@ def test_an_error_does_not_repeat_a_long_ground_truth(rule: str) -> None:
 
 
 def test_math_scores_the_box_and_nothing_else() -> None:
-    assert math.compute_score(r"thus \boxed{\dfrac34}", r"\frac{3}{4}") == 1.0
-    assert math.compute_score(r"thus \boxed{\frac{4}{3}}", r"\frac{3}{4}") == 0.0
     assert math.compute_score(r"thus \frac{3}{4}", r"\frac{3}{4}") == 0.0
     assert math.compute_score(r"\boxed{B}", ["A", "B"]) == 1.0
 
@@ -209,11 +196,3 @@ def test_a_decorator_may_adapt_a_function_of_other_arguments(tmp_path: Path) -> 
     scorer = scorer_of(RewardConfig(custom_reward_function={"path": str(file)}))
     row = {"data_source": "x", "solution_str": "a", "ground_truth": "a", "extra_info": {}}
     assert [score.score for score in scorer.score([row])] == [1.0]
-
-
-def test_gsm8ks_numbers_have_one_spelling_each_for_votes() -> None:
-    answers = [
-        gsm8k.compute_score(f"#### {text}", "5")["pred"] for text in ("1,234", "$1234.00", "1234.", "0.50", ",")
-    ]
-    assert answers == ["1234", "1234", "1234", "0.5", ""]
-    assert gsm8k.compute_score("no", "5")["pred"] == ""
