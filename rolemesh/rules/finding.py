@@ -21,7 +21,7 @@ JOINING_WORD = r"(?i:x|or|and|to|vs\.?|point)"
 # "3(1/2)" and "5(6+1)" are products.
 SUM = rf"[\d_{SIGNS}]|[^\w\n=×÷*"
 ROUND = rf"\((?!(?:(?:{SUM}()])|\((?:{SUM}()])*+\))*+\))(?:[^()\n]++|\([^()\n]*+\))++\)"
-SQUARE = rf"\[(?!(?:{SUM}\[\]])*+\])[^\[\]\n]++\]|【[^【】\n]++】"
+SQUARE = rf"\[(?!(?:{SUM}\[\]])*+\])[^\[\]\n]++\]"
 FOOTNOTE = r"\^?\[\^?[0-9]{1,2}\]"
 REMARK = rf"(?:{ROUND}|{SQUARE}|{FOOTNOTE})(?![0-9])|∵[-+0-9.,/ ()]*+[=×÷*]"
 # A unit and a smaller one, which may follow it with a number of its own: "5 hours 30 minutes".
