@@ -9,19 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from rolemesh.rules.neighbours import BETWEEN_DIGITS, INEQUALITIES, MIXED, TAG, last_of_neighbours
-from rolemesh.rules.notation import (
-    CONNECTIVE,
-    in_one_spelling,
-    with_braces,
-    with_fractions,
-    with_plain_numbers,
-    without_blanks,
-    without_currency,
-    without_outer_wrapper,
-    without_wrappers,
-)
+from rolemesh.rules import notation
+from rolemesh.rules.boxed import BETWEEN_DIGITS, INEQUALITIES, MIXED, TAG, last_of_neighbours
+from rolemesh.rules.notation import CONNECTIVE, OTHER_SCRIPT
 from rolemesh.rules.numbers import number, spelling
 from rolemesh.rules.units import MULTIPLIED, without_label
 
@@ -52,10 +44,6 @@ CALCULATION = re.compile(
 # "(A)^2" is a formula.
 OPERATOR = r"[+*/^_=']|\\(?:cap|cup|cdot|times)(?![A-Za-z])"
 CHOICE = re.compile(rf"\(([A-E])\) ?(?![,;]|{OPERATOR}|{CONNECTIVE})((?:(?!\([A-E]\)).)+)")
-OPTION = re.compile(r"\( ?([A-Z]|-? ?[0-9]+(?:\.[0-9]+)?) ?\)|([A-Z])\)")  # and a number in brackets
-ARTICLE = re.compile(r"(?:an?|the)\s+(?=[a-z]{3,}(?:\s+[a-z]{2,})*$)", re.IGNORECASE)
-SENTENCE = re.compile(r"(?:Yes|No|Odd|[A-Z][a-z]{3,})(?: [A-Za-z]+)*")
-ORDINAL = re.compile(r"([0-9])(?:(?:st|nd|rd|th)|\^?\{?\\(?:text|mathrm)\{(?:st|nd|rd|th)\}\}?)$")
 DOLLARS = re.compile(r"^\$(?=\s*[-+.]?[0-9][^$]*$)")
 
 
@@ -126,7 +114,9 @@ def agrees(given: NormalForm, truth: NormalForm) -> bool:
 
 
 def labelled_otherwise(given: NormalForm, truth: NormalForm) -> bool:
-    """Whether both answers have a unit, and not the same one."""
+    """Whether both have a unit, and not the same one, or differ where a word of another script stands."""
+    if given.value != truth.value and OTHER_SCRIPT.search(given.value + truth.value):
+        return True
     return bool(given.unit and truth.unit and given.unit != truth.unit)
 
 
@@ -192,7 +182,7 @@ def _without_punctuation(text: str) -> str:
 
     An ellipsis and a factorial stay.
     """
-    text = text.rstrip(",;:。 \\")
+    text = text.rstrip(",;: \\")
     return text[:-1].rstrip() if text.endswith(".") and not text.endswith("..") else text
 
 
@@ -209,28 +199,13 @@ def _without_name(text: str) -> tuple[str, str]:
     return text[found.end() :], "" if found["prose"] else re.sub(r"\s*(=|\\in)\s*$", "", found[0])
 
 
-def _without_option_brackets(text: str) -> str:
-    found = OPTION.fullmatch(text)
-    return (found[1] or found[2]) if found else text
-
-
-def _without_article(text: str) -> str:
-    """Remove the article of an answer in words. A variable a or A is none: no words follow it."""
-    return ARTICLE.sub("", text, count=1) if text[:1] in "aAtT" and ARTICLE.match(text) else text
-
-
-def _in_lower_case(text: str) -> str:
-    """Write an answer in words, such as "Even" or "No solution", without the capital letter of a sentence."""
-    return text[0].lower() + text[1:] if SENTENCE.fullmatch(text) else text
-
-
-def _without_ordinal(text: str) -> str:
-    return ORDINAL.sub(r"\1", text) if text.endswith(("t", "d", "h", "}")) else text
-
-
 def _as_number(text: str) -> str:
     value = number(text)
     return text if value is None else spelling(value)
+
+
+def _replaced(pattern: str, by: str | Callable[[re.Match[str]], str], flags: int = 0) -> Callable[[str], str]:
+    return partial(re.compile(pattern, flags).sub, by)
 
 
 STEPS: tuple[Callable[[str], str], ...] = (
@@ -238,20 +213,25 @@ STEPS: tuple[Callable[[str], str], ...] = (
     _without_delimiters,
     _without_emphasis,
     _without_punctuation,
-    in_one_spelling,
-    without_outer_wrapper,
-    _without_ordinal,
+    notation.in_one_spelling,
+    notation.without_outer_wrapper,
+    _replaced(r"(?<=[0-9])(?:(?:st|nd|rd|th)|\^?\{?\\(?:text|mathrm)\{(?:st|nd|rd|th)\}\}?)\Z", ""),  # 5th
 )
 STEPS_OF_VALUES: tuple[Callable[[str], str], ...] = (
-    without_currency,
-    without_wrappers,
+    _replaced(r"(?<![0-9])\\\$|\\\$(?![0-9])", ""),  # between two digits it would join two numbers
+    notation.without_wrappers,
     _without_emphasis,
-    _without_option_brackets,
-    _without_article,
-    _in_lower_case,
-    with_braces,
-    with_plain_numbers,
-    with_fractions,
-    without_blanks,
+    # a letter or a number in brackets: "(A)", "A)", "(5)"
+    _replaced(r"\A(?:\( ?([A-Z]|-? ?[0-9]+(?:\.[0-9]+)?) ?\)|([A-Z])\))\Z", r"\1\2"),
+    # the article of an answer in words; no words follow a variable a
+    _replaced(r"\A(?:an?|the)\s+(?=[a-z]{3,}(?:\s+[a-z]{2,})*\Z)", "", re.IGNORECASE),
+    # the capital letter of a sentence: "Even", "No solution"
+    _replaced(
+        r"\A(?:Yes|No|Odd|[A-Z][a-z]{3,})(?: [A-Za-z]+)*\Z", lambda found: found[0][0].lower() + found[0][1:]
+    ),
+    notation.with_braces,
+    notation.with_plain_numbers,
+    notation.with_fractions,
+    notation.without_blanks,
     _as_number,
 )

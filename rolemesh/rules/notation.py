@@ -6,81 +6,56 @@ Every step takes time in proportion to its text.
 from __future__ import annotations
 
 import re
-from fractions import Fraction
+from decimal import Decimal
+from math import gcd
+from unicodedata import decimal, normalize
 
 from rolemesh.rules.boxed import closing_braces
-from rolemesh.rules.characters import FRACTIONS, with_plain_digits
-from rolemesh.rules.numbers import number, spelling
+from rolemesh.rules.numbers import spelling
 
+FRACTIONS = {sign: normalize("NFKC", sign).split("\u2044") for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒↉"}
+DIGIT = re.compile(r"\d")
+# Marks without width: joiners, marks of direction, soft hyphens, variation selectors.
+INVISIBLE = re.compile(
+    "[\u00ad\u034f\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060\u2061\u2066-\u206f\ufe00-\ufe0f\ufeff]"
+)
+# A letter that is neither Latin nor Greek, nor a sign of mathematics. No rule reads a number beside one.
+OTHER_SCRIPT = re.compile(r"[^\W\d_\u0000-\u03ff\u1d00-\u2bff\ua720-\ua7ff\ufb00-\ufb06\U0001d400-\U0001d7ff]")
 RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻"
 LOWERED = "₀₁₂₃₄₅₆₇₈₉₋"
-# Full-width digits, letters and signs, as Chinese and Japanese keyboards write them.
+# Full-width digits, letters and signs, as some keyboards write them.
 FULL_WIDTH = str.maketrans(
     {chr(ord(plain) + 0xFEE0): plain for plain in map(chr, range(0x21, 0x7F)) if plain not in "$\\{}*_`^%#~\"'"}
 )
-# A sign, and what it stands for: θ is \theta.
-GREEK = (
-    "αalpha",
-    "βbeta",
-    "γgamma",
-    "δdelta",
-    "εepsilon",
-    "θtheta",
-    "λlambda",
-    "μmu",
-    "ρrho",
-    "σsigma",
-    "φphi",
-    "ωomega",
-    "ΔDelta",
-    "ΩOmega",
+# A sign, and the command that it stands for.
+SIGNS = (
+    "αalpha βbeta γgamma δdelta εepsilon θtheta λlambda μmu ρrho σsigma φphi ωomega ΔDelta ΩOmega ×times ·cdot "
+    "⋅cdot πpi ∞infty ≤le ≥ge ≠ne ±pm ∪cup ∈in √sqrt ∅emptyset ∠angle △triangle"
 )
 UNIT_SIGNS = ("mm", "cm", "km", "kg", "m", "m")  # powers of units are not compared
 CHARACTERS = FULL_WIDTH | str.maketrans(
     {
-        **{sign[0]: rf"\{sign[1:]} " for sign in GREEK},
+        **{sign[0]: rf"\{sign[1:]} " for sign in SIGNS.split()},
         **{sign: rf"\frac{{{above}}}{{{below}}}" for sign, (above, below) in FRACTIONS.items()},
         **dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d", "-"),
         **dict.fromkeys("\u00a0\u2009\u202f\u3000\t\n\r\u201c\u201d", " "),
-        **dict.fromkeys("\u2044\u2215", "/"),
         **{sign: rf"\text{{ {unit}}}" for sign, unit in zip("㎜㎝㎞㎏㎡㎥", UNIT_SIGNS, strict=True)},
-        "％": "%",
-        "٫": ".",
-        "٬": ",",
-        "×": r"\times ",
-        "·": r"\cdot ",
-        "⋅": r"\cdot ",
-        "π": r"\pi ",
-        "°": r"^\circ ",
-        "∞": r"\infty ",
-        "≤": r"\le ",
-        "≥": r"\ge ",
-        "≠": r"\ne ",
-        "±": r"\pm ",
-        "∪": r"\cup ",
-        "∈": r"\in ",
-        "√": r"\sqrt ",
-        "∅": r"\emptyset ",
-        "∠": r"\angle ",
-        "△": r"\triangle ",
+        **dict(zip("\u2044\u2215％٫٬°", ("/", "/", "%", ".", ",", r"^\circ "), strict=True)),
     }
 )
 FONTS = ("bf", "rm", "it", "sf")  # "{\\bf 5}"; "\\bf{5}" is a wrapper
-SIZES = ("small", "normalsize", "large", "Large", "LARGE", "huge", "Huge")
+REMOVED = (
+    "left right big Big bigg Bigg bigl bigr limits displaystyle textstyle "
+    "small normalsize large Large LARGE huge Huge"
+)
+REPLACED = (
+    r"dfrac\frac tfrac\frac cfrac\frac leq\le leqslant\le geq\ge geqslant\ge neq\ne lt< gt> "
+    r"varnothing\emptyset degree^\circ lbrace\{ rbrace\}"
+)
 COMMANDS = {
-    **dict.fromkeys(("dfrac", "tfrac", "cfrac"), r"\frac"),
-    **dict.fromkeys(("left", "right", "big", "Big", "bigg", "Bigg", "bigl", "bigr", "limits"), ""),
-    **dict.fromkeys(("displaystyle", "textstyle", *FONTS, *SIZES), ""),
+    **dict.fromkeys((*REMOVED.split(), *FONTS), ""),
     **dict.fromkeys(("quad", "qquad", "enspace", "thinspace"), " "),
-    **dict.fromkeys(("leq", "leqslant"), r"\le"),
-    **dict.fromkeys(("geq", "geqslant"), r"\ge"),
-    "neq": r"\ne",
-    "lt": "<",
-    "gt": ">",
-    "varnothing": r"\emptyset",
-    "degree": r"^\circ",
-    "lbrace": r"\{",
-    "rbrace": r"\}",
+    **dict(re.findall(r"([a-z]+)(\S+)", REPLACED)),
 }
 COMMAND = re.compile(r"\\\\|\\([A-Za-z]+|[!,;: %$])|~")
 # Between numbers a wide space makes a list, and "~", which is a blank in TeX, a range.
@@ -99,9 +74,7 @@ WRAPPER = re.compile(
     r"\\(?:boxed|fbox|text(?:bf|it|rm|sf)?|math(?:bf|rm|sf)|boldsymbol|bf|bm|mbox|emph"
     r"|(?:text)?color\s*\{[A-Za-z]+\})\s*\{"
 )
-UNDERLINE = re.compile(
-    r"\\underline\s*\{"
-)  # of a part it is a mark, as of the recurring digit in 0.\underline{3}
+UNDERLINE = re.compile(r"\\underline\s*\{")  # of a part it is a mark, as of the digit in 0.\underline{3}
 ARGUMENT = re.compile(r" *(\{|\\[A-Za-z]+|[^\s}])")
 ROOT = re.compile(r"\\sqrt\s*(\[[^\]{}\\]{1,8}\]\s*)?(?:([^\s{(\[\\])|\(([^()]*)\))")
 ROOT_WORD = re.compile(r"(?<![\\A-Za-z])sqrt\s*(?=[({0-9])")
@@ -145,9 +118,13 @@ BLANK = re.compile(
     rf"( ?(?<![A-Za-z\\]){CONNECTIVE} ?)|(\\[A-Za-z]+ (?=[A-Za-z]))|(, )|((?<=[0-9]) (?=[0-9.]))| "
 )
 BLANKS = re.compile(r"\s+")
-CURRENCY_SIGN = re.compile(
-    r"(?<![0-9])\\\$|\\\$(?![0-9])"
-)  # none between two digits, which would be one number
+
+
+def with_plain_digits(text: str) -> str:
+    """Write the digits of every script as 0 to 9, and leave out characters without width."""
+    if text.isascii():
+        return text
+    return DIGIT.sub(lambda found: str(decimal(found[0])), INVISIBLE.sub("", text))
 
 
 def in_one_spelling(text: str) -> str:
@@ -292,16 +269,9 @@ def _decimal(found: re.Match[str]) -> str:
     below = int(found[5])
     sign = "-" if sum(mark == "-" for mark in found.group(1, 2, 4)) % 2 and above else ""
     plain = rf"{sign}\frac{{{above}}}{{{below}}}"
-    if below == 0 or Fraction(above, below).denominator != below:
+    if below == 0 or gcd(above, below) != 1 or 10**50 % below:  # below has at most 15 digits
         return plain
-    rest = below
-    shift = 1
-    for prime in (2, 5):
-        while rest % prime == 0:
-            rest //= prime
-            shift *= 10
-    value = number(f"{above * shift // below}e-{len(str(shift)) - 1}")
-    return plain if rest != 1 or value is None else sign + spelling(value)
+    return sign + spelling(Decimal(f"{above * 10**50 // below}e-50"))
 
 
 def without_blanks(text: str) -> str:
@@ -313,8 +283,3 @@ def without_blanks(text: str) -> str:
 
 def _blank(found: re.Match[str]) -> str:
     return f" {found[1].strip()} " if found[1] else found[2] or found[3] or found[4] or ""
-
-
-def without_currency(text: str) -> str:
-    r"""Remove each \$ that stands within an answer. One at an end is its unit, and is taken before."""
-    return CURRENCY_SIGN.sub("", text) if r"\$" in text else text

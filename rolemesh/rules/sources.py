@@ -18,23 +18,16 @@ class UnknownDataSource(LookupError):
 RULES: dict[str, tuple[str, ...]] = {
     "gsm8k": ("openai/gsm8k", "rolemesh/arithmetic"),
     "math": (
-        "lighteval/MATH",
-        "DigitalLearningGmbH/MATH-lighteval",
-        "HuggingFaceH4/MATH-500",
-        "hendrycks/competition_math",
-        "math",
+        "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500",
+        "hendrycks/competition_math", "math",
     ),
     "dapo": ("math_dapo", "math_dapo_reasoning", "aime*"),
     "math_verify": (
-        "numina_aops_forum",
-        "numina_synthetic_math",
-        "numina_amc_aime",
-        "numina_synthetic_amc",
-        "numina_cn_k12",
-        "numina_olympiads",
+        "numina_aops_forum", "numina_synthetic_math", "numina_amc_aime", "numina_synthetic_amc",
+        "numina_cn_k12", "numina_olympiads",
     ),
     "prime_code": ("codecontests", "apps", "codeforces", "taco"),
-}
+}  # fmt: skip
 
 
 def rule_of(data_source: str, config: RewardConfig) -> str:

@@ -9,154 +9,34 @@ from __future__ import annotations
 import re
 
 SPELLINGS = {
-    "mm": "mm millimeter millimetre 毫米",
-    "cm": "cm centimeter centimetre 厘米 公分 平方厘米 立方厘米 센티미터",
-    "m": "m meter metre 米 平方米 立方米 미터",
-    "km": "km kilometer kilometre 公里 千米 킬로미터",
-    "in": "in inch inches",
-    "ft": "ft foot feet",
-    "yd": "yd yard",
-    "mi": "mi mile",
-    "mg": "mg milligram 毫克",
-    "g": "g gm gram 克 그램",
-    "kg": "kg kilogram 公斤 千克 킬로그램",
-    "oz": "oz ounce",
-    "lb": "lb pound",
-    "ml": "ml mL milliliter millilitre 毫升",
-    "l": "L liter litre 升 리터",
-    "s": "s sec second 秒 초",
-    "min": "min minute 分钟 分鐘",
-    "h": "h hr hour 小时 小時 時間 시간",
-    "day": "day 天 日 일",
-    "week": "week 周 週",
-    "month": "month 个月 個月 개월",
-    "year": "yr year 年 년",
-    "mi per h": "mph",
-    "degree": "degree circ",
-    "C": "C celsius",
-    "F": "F fahrenheit",
-    "radian": "rad radian",
-    "V": "V volt",
-    "A": "A amp ampere",
-    "W": "W watt",
-    "J": "J joule",
-    "N": "N newton",
-    "%": "percent",
-    "$": "dollar usd 美元 달러",
-    "cent": "cent",
-    "euro": "euro eur 欧元 歐元",
-    "元": "元 圓",
-    "円": "円 日元 日圓",
-    "岁": "岁 歲 歳 살",
-    "个": "个 個",
-    "种": "种 種",
-    "页": "页 頁",
-    "张": "张 張",
-    "辆": "辆 輛",
-    "头": "头 頭",
-    "组": "组 組",
-    "条": "条 條",
-    "块": "块 塊",
-    "吨": "吨 噸",
-}
+    "mm": "mm millimeter millimetre", "cm": "cm centimeter centimetre", "m": "m meter metre",
+    "km": "km kilometer kilometre", "in": "in inch inches", "ft": "ft foot feet", "yd": "yd yard",
+    "mi": "mi mile", "mi per h": "mph", "mg": "mg milligram",
+    "g": "g gm gram", "kg": "kg kilogram", "oz": "oz ounce", "lb": "lb pound",
+    "ml": "ml mL milliliter millilitre", "L": "L liter litre", "s": "s sec second", "min": "min minute",
+    "h": "h hr hour", "day": "day", "week": "week", "month": "month", "year": "yr year",
+    "degree": "degree circ", "C": "C celsius", "F": "F fahrenheit", "radian": "rad radian", "V": "V volt",
+    "A": "A amp ampere", "W": "W watt", "J": "J joule", "N": "N newton", "%": "percent", "$": "dollar usd",
+    "cent": "cent", "euro": "euro eur",
+}  # fmt: skip
 UNITS = {
     word: unit
     for unit, spellings in SPELLINGS.items()
     for spelling in spellings.split()
-    for word in {spelling, f"{spelling}s" if len(spelling) > 1 and spelling.isascii() else spelling}
+    for word in {spelling, f"{spelling}s" if len(spelling) > 1 else spelling}
 }
 GLUED = re.compile(r"(?<=[0-9])(mm|cm|km|kg|mph|min|ft)$")  # "12cm"; shorter ones may be variables
-# Counting words and units of Chinese, Japanese and Korean, which touch their number. 分 and 분 are a label by
-# themselves: a minute, a cent, a point or a person.
-COUNTING_WORDS = "つ 人 名 位 月 分 次 回 本 只 匹 枚 件 杯 瓶 斤 角 棵 支 通り 원 개 명 분 마리 가지"
-COUNTERS = (*COUNTING_WORDS.split(), *(word for word in UNITS if not word.isascii()))
-COUNTED = re.compile(rf"(?:(?<=[0-9}}])|(?<=\\pi)|(?<=\\circ))\s?({'|'.join(COUNTERS)})$")
 # "60 km/h". Of two letters only m/s, as others are variables.
-ASCII = "|".join(word for word in UNITS if word.isascii() and word.isalpha())
-QUOTIENT = re.compile(rf"(?<=[0-9])\s?(?=\w\w|\w+/\w\w|m/s)({ASCII})/({ASCII})$")
-WORD = re.compile(r"[A-Za-z\u00c0-\u024f\u0400-\u04ff]{3,}\.?|[a-z]{2}\.?")  # Latin or Cyrillic
+QUOTIENT = re.compile(rf"(?<=[0-9])\s?(?=\w\w|\w+/\w\w|m/s)({'|'.join(UNITS)})/({'|'.join(UNITS)})$")
+WORD = re.compile(r"[A-Za-z\u00c0-\u024f]{3,}\.?|[a-z]{2}\.?")
 # Words after a number that make another answer of it, or are no label.
-NO_LABEL = {
-    "and",
-    "or",
-    "not",
-    "no",
-    "if",
-    "when",
-    "where",
-    "for",
-    "is",
-    "are",
-    "odd",
-    "even",
-    "mod",
-    "only",
-    "except",
-    "minus",
-    "plus",
-    "times",
-    "over",
-    "by",
-    "to",
-    "from",
-    "of",
-    "base",
-    "squared",
-    "cubed",
-    "choose",
-    "factorial",
-    "less",
-    "more",
-    "fewer",
-    "remainder",
-    "nor",
-    "but",
-    "quarter",
-    "quarters",
-    "pair",
-    "pairs",
-    "score",
-    "scores",
-    "gross",
-    "sin",
-    "cos",
-    "tan",
-    "cot",
-    "csc",
-    "log",
-    "ln",
-    "exp",
-    "sqrt",
-    "gcd",
-    "lcm",
-    "max",
-    "pi",
-    "alpha",
-    "beta",
-    "gamma",
-    "delta",
-    "theta",
-    "at",
-    "least",
-    "most",
-    "approx",
-    "approximately",
-    "repeating",
-    "recurring",
-    "phi",
-    "am",
-    "pm",
-    "bc",
-    "ad",
-    "bce",
-    "ce",
-    "north",
-    "south",
-    "east",
-    "west",
-    "left",
-    "right",
-}
+NO_LABELS = (
+    "and or not no if when where for is are odd even mod only except minus plus times over by to from of base "
+    "squared cubed choose factorial less more fewer remainder nor but quarter quarters pair pairs score scores "
+    "gross sin cos tan cot csc log ln exp sqrt gcd lcm max pi alpha beta gamma delta theta phi at least most "
+    "approx approximately repeating recurring am pm bc ad bce ce north south east west left right"
+)
+NO_LABEL = frozenset(NO_LABELS.split())
 # Number words in any form: "sevenths", "millions", "six".
 QUANTITY = (
     r"(?i:half|halve|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|eleventh|twelfth|[a-z]{3,5}t(?:een|ie)th"
@@ -165,7 +45,7 @@ QUANTITY = (
     r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty"
     # other languages
     r"|million(?:en)|mill[oó]n|milliarden?|milliard|mille|mil(?!es)|tausend|medio|demi|docena|douzaine|dutzend|duizend"
-    r"|mila|milh(?:ão|ões)|milyon|milyar|juta|ribu|mln|mio|mrd|тыс(?:яч[аи]?)?|млн|млрд|миллион(?:а|ов)?)(?:e?s)?"
+    r"|mila|milh(?:ão|ões)|milyon|milyar|juta|ribu|mln|mio|mrd)(?:e?s)?"
 )
 IS_QUANTITY = re.compile(QUANTITY)
 MULTIPLIED = re.compile(rf"[0-9}})]\s*(?:{QUANTITY}|bn)(?![A-Za-z])")
@@ -186,6 +66,10 @@ SIGNS = {
 CURRENCY = re.compile(r"([-+]?)\s*(\\\$|€|£)\s*(?=[-+.0-9])")
 CURRENCIES = {r"\$": "$", "€": "euro", "£": UNITS["pound"]}
 COUNTABLE = re.compile(r"(?:[0-9)}]|\\pi|\\circ)\s*$")
+
+
+def words_of(unit: str) -> list[str]:
+    return [word for word, of in UNITS.items() if of == unit]
 
 
 def without_label(text: str) -> tuple[str, str]:
@@ -238,7 +122,7 @@ def _wrapped(text: str) -> tuple[str, list[str]] | None:
 
 def _bare(text: str) -> tuple[str, list[str]]:
     """Split "12 square cm" into "12" and its words. Bare words have three letters, or are units of two."""
-    if found := GLUED.search(text[-20:]) or COUNTED.search(text[-20:]):
+    if found := GLUED.search(text[-20:]):
         return text[: len(text) - len(found[0])], [found[1]]
     if found := QUOTIENT.search(text[-40:]):
         return text[: len(text) - len(found[0])], [found[1], "per", found[2]]

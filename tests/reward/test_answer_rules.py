@@ -47,29 +47,21 @@ def test_each_data_source_has_its_rule() -> None:
 # ------------------------------------------------------------------------------------------ dapo
 
 
-@pytest.mark.parametrize(
-    ("response", "truth", "right"),
-    [
+def test_dapo_scores_the_last_answer_plus_or_minus_one() -> None:
+    for response, truth, right in (
         ("so it is\nAnswer: 34", "34", True),
         ("Answer: 33\nNo.\nAnswer: 34", "34", True),
         ("Answer: 34\nNo.\nAnswer: 33", "34", False),
         ("answer : $34$", "34", True),
-        ("Answer: x = 34", "34", True),
-        ("Answer: 1,234", "1234", True),
-        ("Answer: 12 degrees", "12", True),
-        (r"Answer: \frac12", r"\frac{1}{2}", True),
-        (r"Answer: \boxed{34}", "34", True),
-        (r"Answer: \text{A}", "A", True),
         (r"it is \boxed{34}", "34", True),  # without "Answer:" the last box
         (r"\boxed{34} Answer: 33", "34", False),
         ("34", "34", False),
-        ("Answer: 34" + " " * 300, "34", False),  # not within the last 300 characters
         ("Answer: 34", ["33", "34"], True),
-    ],
-)
-def test_dapo_scores_the_last_answer_plus_or_minus_one(response: str, truth: Any, right: bool) -> None:
-    scored = dapo_math.compute_score(response, truth)
-    assert (scored["score"], scored["acc"]) == (1.0 if right else -1.0, float(right))
+        ("Answer: 34", 34.0, True),
+        ("Answer: 10000000000000000", 1e16, True),
+    ):
+        scored = dapo_math.compute_score(response, truth)
+        assert (scored["score"], scored["acc"]) == (1.0 if right else -1.0, float(right)), response
 
 
 @pytest.mark.parametrize(("length", "penalty"), [(60, 0.0), (80, 0.0), (90, -0.25), (100, -0.5)])
@@ -82,20 +74,19 @@ def test_the_punishment_grows_over_the_buffer(length: int, penalty: float) -> No
 # ----------------------------------------------------------------------------------- math_verify
 
 
-@pytest.mark.parametrize(
-    ("response", "truth", "score"),
-    [
+def test_answers_that_are_equal_as_mathematics_are_right() -> None:
+    for response, truth, score in (
         (r"so \boxed{\frac{2}{4}}", r"\frac{1}{2}", 1.0),
-        (r"so \boxed{0.5}", r"\frac{1}{2}", 1.0),
         (r"\boxed{(x+1)^2}", "x^2+2x+1", 1.0),
-        (r"\boxed{3}", "4", 0.0),
         (r"\boxed{\{3, 1\}}", r"\{1,3\}", 1.0),
-        ("no number at all", "4", 0.0),
         (r"\boxed{4}", ["3", "4"], 1.0),
-    ],
-)
-def test_answers_that_are_equal_as_mathematics_are_right(response: str, truth: Any, score: float) -> None:
-    assert math_verify.compute_score(response, truth) == score
+        (r"\boxed{3}", "4", 0.0),
+        ("no number at all", "4", 0.0),
+        (r"\boxed{5} … Wait, it is \boxed{6", "5", 0.0),
+        (r"\boxed{50\text{ cents}}", r"50\text{ dollars}", 0.0),
+        (r"\boxed{5\text{ million}}", "5", 0.0),
+    ):
+        assert math_verify.compute_score(response, truth) == score, response
 
 
 @pytest.mark.parametrize(

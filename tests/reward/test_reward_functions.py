@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,8 +14,6 @@ from rolemesh.config.reward import CustomRewardConfig, RewardConfig
 from rolemesh.data.converters.gsm8k_dataset import gsm8k_rows
 from rolemesh.errors import InvalidConfig
 from rolemesh.rules import gsm8k
-from rolemesh.rules.boxed import last_boxed
-from rolemesh.rules.normal_form import read_answer
 from rolemesh.rules.notation import brace_fractions
 from rolemesh.rules.sources import UnknownDataSource
 from rolemesh.services.reward.functions import default_compute_score, math
@@ -30,64 +27,22 @@ FIXTURE = Path(__file__).parents[1] / "fixtures" / "gsm8k" / "train.jsonl"
 
 
 @pytest.mark.parametrize(
-    ("response", "truth", "right"),
+    ("response", "score", "pred"),
     [
-        ("48/2 = 24\n#### 72", "72", True),
-        ("#### 73", "72", False),
-        ("#### 1,234,567", "1234567", True),
-        ("#### 1234567", "1,234,567", True),
-        ("#### $18", "18", True),
-        ("#### $ 1,018.50", "1018.5", True),
-        ("#### -$7", "-7", True),
-        ("#### $-7", "-7", True),
-        ("#### -7", "7", False),
-        ("#### 18.", "18", True),
-        ("#### 18.00", "18", True),
-        ("#### 18 apples.", "18", True),
-        ("####18", "18", True),
-        ("#### 5\nNo:\n#### 6", "6", True),
-        ("#### 6\nNo:\n#### 5", "6", False),
-        ("#### 6\n#### done", "6", True),
-        ("#### 72", ["71", "72"], True),
-        ("#### 72", {"target": 72}, True),
-        ("#### 72", {"target": ["1", "72"]}, True),
-        ("#### 9*2 = 18", "18", True),
-        ("#### $9 * 2 = $18", "18", True),
-        ("#### 9 × 2 = 18 apples.", "18", True),
-        ("#### 36/2 = 9*2 = 18", "18", True),
-        ("#### 9*2 = 18", "9", False),
-        ("#### 9 = 18", "18", False),
-        ("#### (9) = 18", "18", False),
-        ("#### 9% = 18", "18", False),
-        ("#### 9*2 = 18 or 19", "18", False),
-        ("#### 9*2 = 18 million", "18", False),
-        ("#### 9*2 = 18, 3*2 = 6", "6", False),
-        ("#### 2x = 18", "18", False),
-        ("#### 9, 2*9 = 18", "18", False),
+        ("#### 1234", 1.0, "1234"),
+        ("#### $1,234.00 it is", 1.0, "1234"),
+        ("#### 1234.\n#### done", 1.0, "1234"),
+        ("#### 0.50", 0.1, "0.5"),  # well formed, and wrong
+        *((f"#### 1234\n{taken_back}", 0.1, "") for taken_back in ("#### ,", "#### 1.2.3", "####,.", "#### .")),
+        *((nothing, 0.0, "") for nothing in ("", "it is 1234", "# 1234", "#### one", "####", "#### -")),
     ],
 )
-def test_gsm8k_compares_the_last_marked_number(response: str, truth: Any, right: bool) -> None:
-    assert gsm8k.compute_score(response, truth).items() >= {"score": float(right), "acc": float(right)}.items()
-
-
-@pytest.mark.parametrize("response", ["", "The answer is 72", "# 72", "#### seventy-two", "####", "#### -"])
-def test_gsm8k_without_a_marked_number_is_no_answer(response: str) -> None:
-    assert gsm8k.compute_score(response, "72", format_score=0.1).items() >= {"score": 0.0, "acc": 0.0}.items()
-
-
-def test_format_score_never_makes_a_wrong_answer_right() -> None:
-    """It is the score of a wrong answer that is well formed."""
-    assert gsm8k.compute_score("#### 73", "72", format_score=0.1).items() >= {"score": 0.1, "acc": 0.0}.items()
-    assert gsm8k.compute_score("#### 72", "72", format_score=0.1).items() >= {"score": 1.0, "acc": 1.0}.items()
-
-
-def test_gsm8k_takes_what_follows_the_last_mark_even_non_numbers() -> None:
-    """As verl does: a right answer that is taken back is none."""
-    for taken_back in ("#### ,", "#### 1.2.3", "####,.", "#### ."):
-        scored = gsm8k.compute_score(f"#### 5\n{taken_back}", "5", format_score=0.1)
-        assert scored.items() >= {"score": 0.1, "acc": 0.0}.items()
-    assert gsm8k.compute_score("#### 5\n#### done", "5")["acc"] == 1.0
-    assert gsm8k.compute_score("#### " + "1" * 200 + " x", "1" * 200)["acc"] == 1.0
+def test_gsm8k_scores_the_last_marked_number_and_spells_it_in_one_way(
+    response: str, score: float, pred: str
+) -> None:
+    for truth in ("1234", ["1", "1234"], {"target": 1234}, {"target": ["1", "1234"]}, 1234.0):
+        scored = gsm8k.compute_score(response, truth, format_score=0.1)
+        assert scored == {"score": score, "acc": float(score == 1), "pred": pred}
 
 
 @pytest.mark.parametrize(
@@ -104,118 +59,12 @@ def test_an_answer_counts_within_the_last_300_or_set_characters(data_source: str
             assert scored["acc"] == float(answer_chars is None or num_after + len(answer) <= most)
 
 
-def test_gsm8k_needs_a_number_to_compare_with() -> None:
-    with pytest.raises(ValueError, match="is not a number"):
-        gsm8k.compute_score("#### 1", "one")
-
-
 def test_every_solution_of_the_data_set_is_right_by_its_own_rule() -> None:
     for row in gsm8k_rows(FIXTURE):
         result = default_compute_score(
             row["data_source"], row["extra_info"]["answer"], row["reward_model"]["ground_truth"]
         )
         assert result.items() >= {"score": 1.0, "acc": 1.0}.items()
-
-
-def verls_answer(response: str) -> str | None:
-    """verl's extract_solution, method strict."""
-    found = re.findall(r"#### (\-?[0-9\.\,]+)", response[-300:])
-    return found[-1].replace(",", "") if found else None
-
-
-@pytest.mark.parametrize("answer", ["####5", "####  5", "#### $5", "#### +5", "####\n5"])
-def test_gsm8k_reads_a_mark_that_verl_does_not(answer: str) -> None:
-    assert verls_answer(answer) is None
-    assert gsm8k.compute_score(answer, "5")["score"] == 1.0
-    wrong = "#### 5 and " + answer.replace("5", "6")
-    assert verls_answer(wrong) == "5"
-    assert gsm8k.compute_score(wrong, "5", format_score=0.1)["score"] == 0.1
-
-
-@pytest.mark.parametrize("answer", ["5.00", "5."])
-def test_gsm8k_compares_numbers_where_verl_compares_text(answer: str) -> None:
-    assert verls_answer(f"#### {answer}") == answer
-    assert gsm8k.compute_score(f"#### {answer}", "5")["score"] == 1.0
-
-
-# --------------------------------------------------------------------------------------- math
-
-
-@pytest.mark.parametrize(
-    ("text", "content"),
-    [
-        (r"so \boxed{42}.", "42"),
-        (r"\boxed{1} and then \boxed{2}", "2"),
-        (r"\boxed{\frac{1}{\sqrt{2}}} is it", r"\frac{1}{\sqrt{2}}"),
-        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-        (r"\fbox{7}", "7"),
-        (r"\boxed{5} \fbox{4}", "5"),
-        (r"\fbox{4} \boxed{5}", "5"),
-        (r"\fbox{4} \boxed{5", None),
-        (r"$\boxed 5$ is", "5"),
-        (r"\boxed 5$, no, $\boxed{4}$", "4"),  # verl: 5
-        (r"$\boxed {5}$", "5"),
-        ("\\boxed\n{5}", "5"),
-        (r"\(\boxed 5\) is", "5"),
-        (r"\boxed{never closed", None),
-        ("42", None),
-        (r"\boxed", None),
-    ],
-)
-def test_the_last_box_is_read_with_its_braces_balanced(text: str, content: str | None) -> None:
-    assert last_boxed(text) == content
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (r"\frac{1}{2}", r"\dfrac{1}{2}"),
-        (r"\frac{1}{2}", r"\tfrac12"),
-        (r"\frac{1}{2}", r"\frac1{2}"),
-        (r"\frac{1}{2}", r"\frac 1 2"),
-        (r"\frac{1}{2}", "1/2"),
-        (r"\frac{1}{2}", "0.5"),
-        (r"\frac{1}{2}", ".5"),
-        (r"-\frac{3}{4}", r"-\frac34"),
-        (r"\frac{\frac{1}{2}}{3}", r"\frac{\frac12}3"),
-        (r"\frac{\pi}{2}", r"\frac\pi2"),
-        (r"\sqrt{3}", r"\sqrt3"),
-        (r"2\sqrt{3}", r"2 \sqrt 3"),
-        (r"\left( 1, 2 \right)", "(1,2)"),
-        (r"90^\circ", "90"),
-        (r"90^{\circ}", "90"),
-        (r"10\%", "10"),
-        (r"\$1000", "1000"),
-        (r"10\text{ cm}", "10"),
-        (r"18\!000", "18000"),
-        ("x = 5", "5"),
-        ("x=5", "5"),
-        ("10 , 20", "10,20"),
-    ],
-)
-def test_spellings_of_one_answer_are_equal(one: str, other: str) -> None:
-    assert read_answer(one).value == read_answer(other).value
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (r"\frac{1}{2}", r"\frac{2}{1}"),
-        ("1/2", "1/3"),
-        (r"\text{Evelyn}", r"\text{Angela}"),
-        ("2x+3=5", "5"),
-        ("-3", "3"),
-        ("(1,2)", "(2,1)"),
-        (r"\sqrt{3}", "3"),
-    ],
-)
-def test_different_answers_stay_different(one: str, other: str) -> None:
-    assert read_answer(one).value != read_answer(other).value
-
-
-def test_an_unfinished_fraction_is_left_as_it_is() -> None:
-    for unfinished in (r"\frac", r"\frac{1", r"\frac1"):
-        assert read_answer(unfinished).value == unfinished
 
 
 def test_fractions_of_any_number_and_depth_are_read() -> None:
@@ -235,20 +84,11 @@ def test_an_error_does_not_repeat_a_long_ground_truth(rule: str) -> None:
 
 
 def test_math_scores_the_box_and_nothing_else() -> None:
-    assert math.compute_score(r"thus \boxed{\dfrac34}", r"\frac{3}{4}") == 1.0
-    assert math.compute_score(r"thus \boxed{\frac{4}{3}}", r"\frac{3}{4}") == 0.0
     assert math.compute_score(r"thus \frac{3}{4}", r"\frac{3}{4}") == 0.0
     assert math.compute_score(r"\boxed{B}", ["A", "B"]) == 1.0
 
 
 # ----------------------------------------------------------------------------- by data_source
-
-
-def test_data_source_picks_the_rule() -> None:
-    for source in ("openai/gsm8k", "rolemesh/arithmetic"):
-        assert default_compute_score(source, "#### 85", "85", {}).items() >= {"score": 1.0, "acc": 1.0}.items()
-    for source in ("lighteval/MATH", "HuggingFaceH4/MATH-500", "DigitalLearningGmbH/MATH-lighteval", "math"):
-        assert default_compute_score(source, r"\boxed{85}", "85", {}) == 1.0
 
 
 def test_an_unknown_data_source_error_names_known_ones_and_a_fix() -> None:
@@ -356,11 +196,3 @@ def test_a_decorator_may_adapt_a_function_of_other_arguments(tmp_path: Path) -> 
     scorer = scorer_of(RewardConfig(custom_reward_function={"path": str(file)}))
     row = {"data_source": "x", "solution_str": "a", "ground_truth": "a", "extra_info": {}}
     assert [score.score for score in scorer.score([row])] == [1.0]
-
-
-def test_gsm8ks_numbers_have_one_spelling_each_for_votes() -> None:
-    answers = [
-        gsm8k.compute_score(f"#### {text}", "5")["pred"] for text in ("1,234", "$1234.00", "1234.", "0.50", ",")
-    ]
-    assert answers == ["1234", "1234", "1234", "0.5", ""]
-    assert gsm8k.compute_score("no", "5")["pred"] == ""

@@ -11,78 +11,56 @@ from rolemesh.services.reward.functions import default_compute_score
 
 VERL = RewardConfig(rules="verl", format_score=0.1)
 
-SAID = [
-    ("openai/gsm8k", "#### 5", "5", 1.0),
-    ("openai/gsm8k", "####5", "5", 0.0),
-    ("openai/gsm8k", "####  5", "5", 0.0),
-    ("openai/gsm8k", "#### $5", "5", 0.0),
-    ("openai/gsm8k", "#### +5", "5", 0.0),
-    ("openai/gsm8k", "####\n5", "5", 0.0),
-    ("openai/gsm8k", "#### 5 and ####6", "5", 1.0),
-    ("openai/gsm8k", "#### 5.00", "5", 0.1),
-    ("openai/gsm8k", "#### 5.", "5", 0.1),
-    ("openai/gsm8k", "#### 1,234", "1234", 1.0),
-    ("openai/gsm8k", "#### 1234", "1,234", 0.1),
-    ("openai/gsm8k", "#### 1,2", "12", 1.0),
-    ("openai/gsm8k", "#### 5\n#### ,", "5", 0.1),
-    ("openai/gsm8k", "#### -5", "-5", 1.0),
-    ("openai/gsm8k", "#### 5" + " " * 296, "5", 0.0),
-    ("openai/gsm8k", "#### 5" + " " * 295, "5", 0.0),
-    ("openai/gsm8k", "5", "5", 0.0),
-    ("lighteval/MATH", "\\boxed{5}", "5", 1.0),
-    ("lighteval/MATH", "\\boxed {5}", "5", 0.0),
-    ("lighteval/MATH", "\\boxed 5$ is", "5", 1.0),
-    ("lighteval/MATH", "\\boxed 5$ or $\\boxed{4}$", "5", 1.0),
-    ("lighteval/MATH", "\\boxed 5$ or $\\boxed{4}$", "4", 0.0),
-    ("lighteval/MATH", "\\fbox{5}", "5", 0.0),
-    ("lighteval/MATH", "\\boxed{5", "5", 0.0),
-    ("lighteval/MATH", "\\boxed{\\frac12}", "\\frac{1}{2}", 1.0),
-    ("lighteval/MATH", "\\boxed{\\frac1}", "\\frac1", 1.0),
-    ("lighteval/MATH", "\\boxed{\\frac}", "\\frac", 1.0),
-    ("lighteval/MATH", "\\boxed{\\frac} ", "\\frac ", 0.0),
-    ("lighteval/MATH", "\\boxed{\\frac{72}1}", "\\frac{72}{1}", 0.0),
-    ("lighteval/MATH", "\\boxed{1/2}", "0.5", 1.0),
-    ("lighteval/MATH", "\\boxed{01/2}", "0.5", 0.0),
-    ("lighteval/MATH", "\\boxed{x = 5}", "5", 1.0),
-    ("lighteval/MATH", "\\boxed{xy=5}", "5", 1.0),
-    ("lighteval/MATH", "\\boxed{xyz=5}", "5", 0.0),
-    ("lighteval/MATH", "\\boxed{5\\text{ cm}}", "5", 1.0),
-    ("lighteval/MATH", "\\boxed{5\\text{ a}\\text{ b}}", "5", 0.0),
-    ("lighteval/MATH", "\\boxed{5\\text{ a}\\text{ b}}", "5\\text{ a}\\text{ b}", 1.0),
-    ("lighteval/MATH", "\\boxed{50%}", "50", 0.0),
-    ("lighteval/MATH", "\\boxed{50\\%}", "50", 1.0),
-    ("lighteval/MATH", "\\boxed{$5}", "5", 0.0),
-    ("lighteval/MATH", "\\boxed{\\$5}", "5", 1.0),
-    ("lighteval/MATH", "\\boxed{\\sqrt3}", "\\sqrt{3}", 1.0),
-    ("lighteval/MATH", "\\boxed{\\sqrt 3}", "\\sqrt{3}", 0.0),
-    ("lighteval/MATH", "\\boxed{.5}", "\\frac{1}{2}", 1.0),
-    ("math_dapo", "Answer: 5", "5", 1.0),
-    ("math_dapo", "ANSWER :5", "5", 1.0),
-    ("math_dapo", "\\boxed{5}", "5", 1.0),
-    ("math_dapo", "\\boxed{05}", "05", 1.0),
-    ("math_dapo", "\\boxed{5 }", "5", -1.0),
-    ("math_dapo", "\\boxed {5}", "5", -1.0),
-    ("math_dapo", "\\boxed{5}" + " " * 90, "5", 1.0),
-    ("math_dapo", "\\boxed{5}" + " " * 95, "5", -1.0),
-    ("math_dapo", "\\boxed{6} Answer: 5", "5", 1.0),
-    ("math_dapo", "Answer: 5" + " " * 291, "5", 1.0),
-    ("math_dapo", "Answer: 5" + " " * 292, "5", -1.0),
-    ("math_dapo", "Answer: [INVALID]\n\\boxed{5}", "5", 1.0),
-    ("math_dapo", "Answer: $5$ apples", "5", 1.0),
-    ("math_dapo", "Answer: $2$ and $3$", "2", 1.0),
-    ("math_dapo", "Answer: x+y=5", "5", 1.0),
-    ("math_dapo", "5", "5", -1.0),
-    ("math_dapo", "", "[INVALID]", 1.0),
-    ("math_dapo", "Answer: \\frac12", "\\frac{1}{2}", 1.0),
+# data source | score | ground truth | responses, in which "⏎" is a new line
+SAID = r"""
+openai/gsm8k | 1 | 5 | #### 5 | #### 5 and ####6
+openai/gsm8k | 1 | 12 | #### 1,2
+openai/gsm8k | 1 | 1234 | #### 1,234
+openai/gsm8k | 1 | -5 | #### -5
+openai/gsm8k | 0 | 5 | ####5 | ####  5 | #### $5 | #### +5 | ####⏎5 | 5
+openai/gsm8k | 0.1 | 5 | #### 5.00 | #### 5. | #### 5⏎#### ,
+openai/gsm8k | 0.1 | 1,234 | #### 1234
+lighteval/MATH | 1 | 5 | \boxed{5} | \boxed 5$ is | \boxed 5$ or $\boxed{4}$ | \boxed{x = 5} | \boxed{xy=5}
+lighteval/MATH | 1 | 5 | \boxed{5\text{ cm}} | \boxed{\$5}
+lighteval/MATH | 1 | \frac{1}{2} | \boxed{\frac12} | \boxed{.5}
+lighteval/MATH | 1 | \frac1 | \boxed{\frac1}
+lighteval/MATH | 1 | \frac | \boxed{\frac}
+lighteval/MATH | 1 | 0.5 | \boxed{1/2}
+lighteval/MATH | 1 | 5\text{ a}\text{ b} | \boxed{5\text{ a}\text{ b}}
+lighteval/MATH | 1 | 50 | \boxed{50\%}
+lighteval/MATH | 1 | \sqrt{3} | \boxed{\sqrt3}
+lighteval/MATH | 0 | 5 | \boxed {5} | \fbox{5} | \boxed{5 | \boxed{xyz=5} | \boxed{5\text{ a}\text{ b}}
+lighteval/MATH | 0 | 5 | \boxed{$5}
+lighteval/MATH | 0 | 4 | \boxed 5$ or $\boxed{4}$
+lighteval/MATH | 0 | \frac{72}{1} | \boxed{\frac{72}1}
+lighteval/MATH | 0 | 0.5 | \boxed{01/2}
+lighteval/MATH | 0 | 50 | \boxed{50%}
+lighteval/MATH | 0 | \sqrt{3} | \boxed{\sqrt 3}
+math_dapo | 1 | 5 | Answer: 5 | ANSWER :5 | \boxed{5} | \boxed{6} Answer: 5 | Answer: [INVALID]⏎\boxed{5}
+math_dapo | 1 | 5 | Answer: $5$ apples | Answer: x+y=5
+math_dapo | 1 | 05 | \boxed{05}
+math_dapo | 1 | 2 | Answer: $2$ and $3$
+math_dapo | 1 | \frac{1}{2} | Answer: \frac12
+math_dapo | -1 | 5 | \boxed{5 } | \boxed {5} | 5
+"""
+ROWS = [line.replace("⏎", "\n").split(" | ") for line in SAID.strip().splitlines()]
+BLANKS = [
+    ("math_dapo", "1", "[INVALID]", ""),
+    *(("openai/gsm8k", "0", "5", "#### 5" + " " * num) for num in (295, 296)),
+    ("lighteval/MATH", "0", "\\frac ", "\\boxed{\\frac} "),
+    ("math_dapo", "1", "5", "\\boxed{5}" + " " * 90),
+    ("math_dapo", "-1", "5", "\\boxed{5}" + " " * 95),
+    ("math_dapo", "1", "5", "Answer: 5" + " " * 291),
+    ("math_dapo", "-1", "5", "Answer: 5" + " " * 292),
 ]
 
 
-@pytest.mark.parametrize(("source", "response", "truth", "score"), SAID)
-def test_a_score_by_verls_rules_is_the_one_that_verl_gave(
-    source: str, response: str, truth: str, score: float
-) -> None:
-    scored = default_compute_score(source, response, truth, config=VERL)
-    assert (scored["score"] if isinstance(scored, dict) else scored) == score
+@pytest.mark.parametrize("row", [*ROWS, *BLANKS], ids=lambda row: " ".join(row[:3]))
+def test_a_score_by_verls_rules_is_the_one_that_verl_gave(row: list[str]) -> None:
+    source, score, truth, *responses = row
+    for response in responses:
+        scored = default_compute_score(source, response, truth, config=VERL)
+        assert (scored["score"] if isinstance(scored, dict) else scored) == float(score), response
 
 
 def test_math_names_dapos_data_in_verl_and_hendrycks_here() -> None:
