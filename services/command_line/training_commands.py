@@ -86,7 +86,8 @@ def prepare(
     job: Annotated[
         Path | None,
         typer.Option(
-            help="Job file. If it is wrong, the command is not run, as no retry would help.", metavar="FILE"
+            help="Job file that is checked before the lock is awaited: if it is wrong, no retry would help.",
+            metavar="FILE",
         ),
     ] = None,
     scale_down: ScaleDownOption = None,
@@ -101,6 +102,11 @@ def prepare(
 
     with ended_by_sigterm():
         setup_logging("text")
+        if job and not os.path.exists(creates):
+            from rolemesh.services.controller import preparing
+            from rolemesh.services.controller.scale_down import workloads
+
+            asyncio.run(preparing.refuse_wrong_job(job, workloads(scale_down or ())))
         with locked(lock) if lock else nullcontext():
             if os.path.exists(creates):  # as at most starts, which need not wait for the imports
                 return
@@ -111,9 +117,7 @@ def prepare(
             limit = max_attempts if counts_in else 0
             attempts = Attempts(Path.cwd(), limit, attempts_of, counts_in, "could not be prepared")
             to_zero = workloads(scale_down or ())
-            asyncio.run(
-                preparing.prepare(command, creates, attempts, final=final, job=job, scaled_down=to_zero)
-            )
+            asyncio.run(preparing.prepare(command, creates, attempts, final=final, scaled_down=to_zero))
 
 
 @app.command(

@@ -42,13 +42,30 @@ class NotPrepared(RolemeshError, RuntimeError):
     """The command failed. Another try may succeed."""
 
 
+async def refuse_wrong_job(job: Path, scaled_down: Sequence[Workload] = ()) -> None:
+    """Check a job file, so that nobody waits for a command in vain. Plug-ins may need what the command creates.
+
+    Args:
+        job: its path. A job with plug-ins is not checked.
+        scaled_down: workloads to scale to zero if it is wrong.
+
+    Raises:
+        InvalidConfig: it is wrong.
+    """
+    try:
+        if not read_yaml(job).get("plugins"):
+            load_job(job)
+    except WRONG_INPUT:
+        await scale_down_in_pod(scaled_down)
+        raise
+
+
 async def prepare(
     command: Sequence[str],
     creates: Path,
     attempts: Attempts,
     *,
     final: int | None = None,
-    job: Path | None = None,
     scaled_down: Sequence[Workload] = (),
 ) -> None:
     """Run a command, unless what it creates exists.
@@ -58,12 +75,11 @@ async def prepare(
         creates: made by the command.
         attempts: counts the failures since this command last succeeded. They end with exit code COUNTED.
         final: the exit status with which a retry cannot succeed; None: every failure may be retried.
-        job: a job file that is checked first, so that nobody waits for the command in vain; None: none.
         scaled_down: workloads to scale to zero if there is no retry.
 
     Raises:
-        InvalidConfig: the job file is wrong; the command cannot be started, or ended with the status `final`;
-            or this process may not look for what it creates.
+        InvalidConfig: the command cannot be started, or ended with the status `final`; or this process may not
+            look for what it creates.
         NoProgress: it has failed as often as `attempts` allows.
         NotPrepared: it failed, or what it creates is not there, or the file system failed.
     """
@@ -71,8 +87,6 @@ async def prepare(
         with attempts.forgiven_at_sigterm(), attempts.counted():  # until the command gets the signals
             if await asyncio.to_thread(_is_there, creates):
                 return
-            if job is not None and not read_yaml(job).get("plugins"):  # which the command may create
-                load_job(job)
             await _run(command, creates, attempts, final)
             if not await asyncio.to_thread(_is_there, creates):
                 raise NotPrepared(

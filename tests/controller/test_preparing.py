@@ -17,7 +17,8 @@ from test_scale_down import in_pod, patched
 
 from rolemesh.errors import InvalidConfig, RolemeshError
 from rolemesh.rpc.calling.dispatch import cancel_all
-from rolemesh.services.controller.preparing import NotPrepared, prepare
+from rolemesh.services.controller.prepare_lock import locked
+from rolemesh.services.controller.preparing import NotPrepared, prepare, refuse_wrong_job
 from rolemesh.services.controller.run.attempts import COUNTED, Attempts, NoProgress
 from rolemesh.services.controller.scale_down import workloads
 
@@ -48,17 +49,33 @@ async def test_a_command_that_does_not_make_what_it_should_has_failed(tmp_path: 
     assert '"starts": 1' in (tmp_path / "counts.json").read_text()
 
 
-async def test_a_wrong_job_is_refused_before_the_command_runs(tmp_path: Path) -> None:
+def test_a_wrong_job_is_refused_though_another_pod_prepares(tmp_path: Path) -> None:
     """Unless it has plug-ins, which the command may make."""
-    made, job = tmp_path / "made", tmp_path / "job.yaml"
+    made, job, lock = tmp_path / "made", tmp_path / "job.yaml", tmp_path / "lock"
+    prepares = ("prepare", f"--creates={made}", f"--job={job}", f"--lock={lock}", "--", "touch", made)
     job.write_text("trainer: {sav_freq: 1}")
-    command = ["touch", str(made)]
-    with pytest.raises(InvalidConfig, match="unknown key 'trainer"):
-        await prepare(command, made, counting(tmp_path), job=job)
+    with locked(lock):
+        refused = rolemesh(*prepares)
+    assert refused.returncode == 2
+    assert "unknown key 'trainer.sav_freq'" in refused.stderr
     assert not made.exists()
     job.write_text("plugins: [made.py]\ntrainer: {sav_freq: 1}")
-    await prepare(command, made, counting(tmp_path), job=job)
+    assert rolemesh(*prepares).returncode == 0
     assert made.exists()
+
+
+async def test_a_wrong_job_scales_its_roles_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text("data: {train_batch_size: 100}")
+    async with api_server(tmp_path) as api:
+        in_pod(api, monkeypatch)
+        refused = asyncio.create_task(refuse_wrong_job(job, workloads(["deployment/job-reward"])))
+        path = "/apis/apps/v1/namespaces/here/deployments/job-reward/scale"
+        request, change = await patched(api, path)
+        assert change == {"spec": {"replicas": 0}}
+        await request.answer({})
+        with pytest.raises(InvalidConfig, match="train_batch_size"):
+            await refused
 
 
 @pytest.mark.parametrize(

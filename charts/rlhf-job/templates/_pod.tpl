@@ -140,7 +140,8 @@ spec:
       {{- if $counts }} {{- /* the step's failures; after the last one it scales the roles down, as no controller will */}}
       {{- $file := printf "%s.%s.json" (include "rlhf-job.own" $) $name }}
       {{- $options = append $options (printf "--counts-in=%s" $file) }}
-      {{- $options = append $options ($ofHub | ternary "--final=2" "--job=/etc/rolemesh/job.yaml") }} {{- /* a name that the Hub does not have; a job that cannot be run */}}
+      {{- $options = append $options "--job=/etc/rolemesh/job.yaml" }} {{- /* refused before others have prepared */}}
+      {{- $options = $ofHub | ternary (append $options "--final=2") $options }} {{- /* the Hub does not have a name */}}
       {{- $options = concat $options $ends }}
       {{- end }}
       args: {{ concat $options (list "--") $step.command | toJson }}
