@@ -1,14 +1,17 @@
 """Checks values of the chart rlhf-job without Helm and without a cluster.
 
-The chart's schema has most of what `helm install` refuses, and the job inside is checked as a job file is. What
-only templates can see is left: GPUs of pods against ranks, paths against claims, and what a cluster lacks.
+The chart's schema has most of what `helm install` refuses, and the job inside is checked as a job file is. Most
+of what templates refuse is left to Helm (docs/kubernetes-guarantees.md lists it).
 """
 
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,6 +21,7 @@ from jsonschema.exceptions import best_match
 
 from rolemesh.config.base import merge
 from rolemesh.config.job import JobConfig, make_job
+from rolemesh.config.placement import strategies
 from rolemesh.config.yaml_file import one_line, read_yaml
 from rolemesh.errors import InvalidConfig
 
@@ -26,12 +30,35 @@ OF_JOB = ("job", "placement")
 
 
 def are_values(sections: Mapping[str, Any]) -> bool:
-    """Return whether the content of YAML files is of the chart: it has a section that no job file has."""
-    return not sections.keys().isdisjoint(_schema()["properties"].keys() - JobConfig.model_fields.keys())
+    """Return whether the content of YAML files is of the chart.
+
+    It has a section that no job file has; or only placement and plugins, which is a list in a job file.
+    """
+    values, job = _schema()["properties"].keys(), JobConfig.model_fields.keys()
+    if sections.keys() & (values - job):
+        return True
+    of_both = bool(sections) and sections.keys() <= values & job
+    return of_both and isinstance(sections.get("plugins", {}), Mapping)
+
+
+def absent_plugins(given: Mapping[str, Any]) -> list[str]:
+    """Return the job's plug-ins that are not on this machine: those of a ConfigMap, a claim or the image."""
+    job = given.get("job")
+    listed = job.get("plugins") if isinstance(job, Mapping) else None
+    names = listed if isinstance(listed, list) else [listed]
+    return [name for name in names if isinstance(name, str) and not _is_here(name)]
+
+
+def _is_here(plugin: str) -> bool:
+    if plugin.endswith(".py"):
+        return Path(plugin).is_file()
+    package = plugin.partition(".")[0]
+    # What is no name of a module is left to the import, whose error says so; find_spec fails for __main__.
+    return not package.isidentifier() or package in sys.modules or find_spec(package) is not None
 
 
 def check_values(given: Mapping[str, Any]) -> tuple[list[str], JobConfig | None]:
-    """Check values of the chart.
+    """Check values of the chart; by its schema alone if the job has absent plug-ins.
 
     Args:
         given: the content of the user's files.
@@ -42,31 +69,55 @@ def check_values(given: Mapping[str, Any]) -> tuple[list[str], JobConfig | None]
     values = _with_defaults(read_yaml(CHART / "values.yaml"), given)
     validator = jsonschema.Draft202012Validator(_schema())
     errors = sorted(map(_cause, validator.iter_errors(values)), key=lambda error: error.json_path)
-    job = None
     try:
         job = _job_in(values)
     except InvalidConfig as error:
-        # The job file's own words are better, so the schema's of the same sections are left out.
-        others = [_said(each) for each in errors if not _is_of_job(each)]
-        return [*(error.findings or [str(error)]), *others], None
+        found = list(error.findings or [str(error)])
+        return [*found, *(_said(each) for each in errors if not _is_among(each, found))], None
+    if job and not errors:
+        return _unknown_names(values, job), job
     return [*map(_said, errors)], job
 
 
 def _job_in(values: Mapping[str, Any]) -> JobConfig | None:
-    """Return the job as a pod reads it; None if it is no section.
+    """Return the job as a pod reads it; None if it is no section, or has absent plug-ins.
 
     Raises:
         InvalidConfig: as make_job.
     """
     if not all(isinstance(values.get(section, {}), Mapping) for section in (*OF_JOB, "plugins")):
         return None
+    if absent_plugins(values):
+        return None
     sections = {**values.get("job", {}), "placement": values.get("placement", {})}
     with TemporaryDirectory() as folder:
-        if code := values.get("plugins", {}).get("code"):
+        code = values.get("plugins", {}).get("code")
+        listed = sections.get("plugins") or []
+        if code and isinstance(code, str) and isinstance(listed, list):
             file = Path(folder) / "plugins.py"
             file.write_text(code, encoding="utf-8")
-            sections["plugins"] = [*sections.get("plugins", ()), str(file)]
+            sections["plugins"] = [*listed, str(file)]
         return make_job(sections)
+
+
+def _unknown_names(values: Mapping[str, Any], job: JobConfig) -> list[str]:
+    """Return which values are of groups that the job does not have, as templates say it."""
+    strategy = job.placement.strategy
+    groups = sorted(strategies()[strategy] or job.placement.groups)
+    components = sorted(["controller", *job.plan.grouping])
+    return [
+        *(
+            f"groups.{name} is set, but placement.strategy {strategy} has the groups {', '.join(groups)}: use "
+            "one of these names"
+            for name in values.get("groups", ())
+            if name not in groups
+        ),
+        *(
+            f"tls.secrets.{name} is set, but the components are {', '.join(components)}: use one of these names"
+            for name in values.get("tls", {}).get("secrets", ())
+            if name not in components
+        ),
+    ]
 
 
 @cache
@@ -87,9 +138,14 @@ def _with_defaults(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dic
 
 
 def _cause(error: jsonschema.ValidationError) -> jsonschema.ValidationError:
-    """Return what is wrong within a value that fits none of several types: the rule that it breaks, if any."""
-    rules = [below for below in map(_cause, error.context or ()) if _is_rule(below)]
-    return rules[0] if rules else best_match([error]) or error
+    """Return what is wrong within a value that fits none of several types: the rule that it breaks, if any.
+
+    Otherwise, if it is text, the pattern that it does not match.
+    """
+    below = [*map(_cause, error.context or ())]
+    patterns = [each for each in below if each.validator == "pattern"]
+    found = [*filter(_is_rule, below), *patterns]
+    return found[0] if found else best_match([error]) or error
 
 
 def _is_rule(error: jsonschema.ValidationError) -> bool:
@@ -98,10 +154,17 @@ def _is_rule(error: jsonschema.ValidationError) -> bool:
     return bool(error.validator == "const" and path[-2] == "then")
 
 
-def _is_of_job(error: jsonschema.ValidationError) -> bool:
-    if error.absolute_path:
-        return error.absolute_path[0] in OF_JOB
-    return _is_rule(error) and str(error.validator_value).partition(".")[0] in OF_JOB
+def _is_among(error: jsonschema.ValidationError, found: Sequence[str]) -> bool:
+    """Return whether an error of the schema is among what the check of the job found, whose words are better.
+
+    It finds every error in its sections but rules. A rule is among them if a sentence names one of its keys.
+    """
+    about = ".".join(map(str, error.absolute_path)) or (str(error.validator_value) if _is_rule(error) else "")
+    if re.split(r"\W", about)[0] not in OF_JOB:
+        return False
+    keys = {key.removeprefix("job.") for key in re.findall(r"\b(?:job|placement)\.[\w.]*\w", about)}
+    named = {word for sentence in found for word in re.findall(r"[\w.]*\w", sentence)}
+    return not _is_rule(error) or not keys.isdisjoint(named)
 
 
 def _said(error: jsonschema.ValidationError) -> str:

@@ -83,22 +83,37 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
         InvalidConfig: a key or value is invalid; the message has each, its place and the nearest valid key.
             Also if the files are in the wrong order, or the file has the chart's values.
     """
-    job = read_yaml(Path(path))
-    over = parse_overrides(overrides)
-    if isinstance(job.get("job"), Mapping):
+    sections, where = read_sections(path, overrides)
+    if isinstance(sections.get("job"), Mapping):
         raise InvalidConfig(
             f"{path} has the section job, so it is a values file of the chart rlhf-job. A job file has the "
             "content "
             "of that section at its top level, and the section placement beside it; make a file of these two"
         )
+    return make_job(sections, where)
+
+
+def read_sections(path: str | Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Any], str]:
+    """Read a YAML file, once, as it may be a pipe, and apply overrides.
+
+    Args:
+        path, overrides: as for load_job.
+
+    Returns:
+        The sections, and the names of the files, for messages.
+
+    Raises:
+        InvalidConfig: a file is no YAML, or the files are in the wrong order.
+    """
+    given = read_yaml(Path(path))
     files = [str(path), *filter(is_file, overrides)]
     whole = next((file for file in files[1:] if "data" in read_yaml(Path(file))), None)
-    if whole and not {"data", "trainer"} & job.keys():
+    if whole and not {"data", "trainer", "job"} & given.keys():
         raise InvalidConfig(
             f"{path} comes before {whole}, whose keys would override it; the job file comes first: {whole} "
             f"{path}"
         )
-    return make_job(merge(job, over), where=", ".join(files))
+    return merge(given, parse_overrides(overrides)), ", ".join(files)
 
 
 def make_job(data: dict[str, Any], where: str = "job") -> JobConfig:

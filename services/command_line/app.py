@@ -267,8 +267,11 @@ def check(
     """Say what is wrong with a job, in one sentence each, and exit with status 2; or that nothing is, and 0.
 
     It needs no models, no data and no cluster, and starts nothing. Of values of the chart, it finds what the
-    chart's schema refuses, and what the first pod of a release would. GPUs of pods, claims, and what the
-    cluster has are checked by `helm template` and `helm install`.
+    chart's schema refuses, what the first pod of a release would, and unknown names in groups and tls.secrets.
+    `helm template` and `helm install` find the rest, such as GPUs of pods, claims, and what the cluster lacks.
+
+    If the job has plug-ins that are not on this machine, stderr names them, and only the chart's schema checks
+    the job. If Helm gets --set-file plugins.code=my_parts.py, add job.plugins=my_parts.py here.
     """
     from rolemesh.services.command_line.check_command import wrong
 

@@ -5,22 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import typer
+
 import rolemesh
-from rolemesh.checks.chart_values import are_values, check_values
-from rolemesh.config.base import merge, parse_overrides
-from rolemesh.config.job import load_job
-from rolemesh.config.yaml_file import read_yaml
+from rolemesh.checks.chart_values import absent_plugins, are_values, check_values
+from rolemesh.config.job import make_job, read_sections
+from rolemesh.config.yaml_file import one_line
 from rolemesh.errors import InvalidBatch, InvalidConfig
 
 
 def wrong(config: Path, overrides: Sequence[str]) -> list[str]:
-    """Return what is wrong with a job file or values of the chart, with overrides, a sentence each."""
+    """Return what is wrong with a job file or values of the chart, with overrides, a sentence each.
+
+    What could not be checked is printed to stderr.
+    """
     try:
-        sections = merge(read_yaml(config), parse_overrides(overrides))
+        sections, where = read_sections(config, overrides)
         if are_values(sections):
             found, job = check_values(sections)
+            if absent := absent_plugins(sections):
+                names = one_line(", ".join(absent))
+                limit = "the job is not checked beyond the chart's schema"
+                typer.echo(f"{config}: plug-ins not found here: {names}; {limit}", err=True)
         else:
-            found, job = [], load_job(config, overrides)
+            found, job = [], make_job(sections, where)
         if job and not found:
             rolemesh.step_graph(job)  # as the controller does before anything loads
     except InvalidConfig as error:
