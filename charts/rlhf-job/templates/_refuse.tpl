@@ -69,7 +69,7 @@ The pod checks this, too, and knows its model (rolemesh/checks/memory_limit.py).
 {{- define "rlhf-job.host" -}}
 {{- $ := first . }}{{ $group := last . }}{{ $found := dict }}
 {{- $limit := dig "limits" "memory" "" $group.resources }}
-{{- if and $limit $group.gpus (has "rollout" $group.models) $.Values.roles.rollout.billionParameters }}
+{{- if and $limit $group.gpus (has "rollout" $group.models) (dig "rollout" "billionParameters" 0 $.Values.roles) }}
 {{- $job := $.whole }}{{ $known := $.known }}
 {{- $billions := $.Values.roles.rollout.billionParameters | float64 }}
 {{- $engines := div (int $group.ranks) (int $group.pods) | float64 }}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from rendering import CHART, Object, objects, refusal, template, workloads
+from rendering import CHART, Object, objects, refusal, refusals, template, workloads
 from test_texts import GROUPS, OPERATED, OWN, SCHEMA, merged
 
 NO_DASHBOARDS: Object = {"monitoring": {"dashboards": {"enabled": False}}}  # large
@@ -205,9 +205,8 @@ UNREAD: dict[str, tuple[Object, str]] = {
 
 @pytest.mark.parametrize(("values", "words"), UNREAD.values(), ids=UNREAD)
 def test_a_value_that_nothing_reads_is_refused(values: Object, words: str) -> None:
-    said = refusal(values)
+    [said] = refusals(values)
     assert words in said
-    assert "\n" not in said
 
 
 def test_the_controller_is_not_spread_and_has_no_gpus() -> None:

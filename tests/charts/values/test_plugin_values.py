@@ -93,6 +93,7 @@ def test_critic_enable_decides_on_the_critic_of_a_plugin(enable: bool) -> None:
     ("values", "said"),
     [
         ({"job": OWN}, f"job.algorithm.adv_estimator {UNKNOWN} gae, grpo, "),
+        ({"job": {"algorithm": {"adv_estimator": ""}}}, f"job.algorithm.adv_estimator {UNKNOWN} gae, grpo, "),
         ({"job": {"rollout": {"name": "sglang"}}}, f"job.rollout.name {UNKNOWN} hf, vllm, openai"),
         ({"job": {"actor": {"policy_loss": {"loss_mode": "gps"}}}}, f"loss_mode {UNKNOWN} vanilla, "),
         ({"job": {"reward": {"reward_manager": "mine"}}}, f"reward_manager {UNKNOWN} naive, "),
