@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from helm_values.kubernetes import typed
+from helm_values.reserved_names import reserved_by_types, rules_of_pods
 from helm_values.rules import any_of, no, rule, rule_of_paths, rules, rules_of_types
 from helm_values.tables import tables
 from helm_values.values import Values
@@ -123,10 +124,10 @@ def schema() -> str:
     schema["$defs"] |= types
     _restrict_groups(schema["$defs"])
     _restrict_paths(schema["$defs"])
-    for name, own in rules_of_types().items():
-        schema["$defs"][name]["allOf"] = own
+    for name, own in (*rules_of_types().items(), *reserved_by_types().items()):
+        schema["$defs"][name].setdefault("allOf", []).extend(own)
     text = json.dumps(schema, indent=1, ensure_ascii=False).removesuffix("\n}")
-    each = ",\n".join(f"  {json.dumps(one, ensure_ascii=False)}" for one in rules())
+    each = ",\n".join(f"  {json.dumps(one, ensure_ascii=False)}" for one in (*rules(), *rules_of_pods()))
     text += f',\n "allOf": [\n{each}\n ]\n}}\n'
     return text.replace("\u2028", r"\u2028").replace("\u2029", r"\u2029")
 

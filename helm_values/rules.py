@@ -55,6 +55,9 @@ def given(path: str) -> Condition:
     return at(path, no({"enum": list(NOTHING)}))
 
 
+HAS_CLAIM = any_of(given("size"), given("existingClaim"))
+
+
 def is_above(path: str, most: int) -> Condition:
     return at(path, {"type": "integer", "exclusiveMinimum": most})
 
@@ -89,7 +92,7 @@ def rules_of_types() -> dict[str, list[Condition]]:
                 "accessModes has ReadWriteOncePod, with which one pod alone can mount the claim, but a job has "
                 "several: use ReadWriteMany, or ReadWriteOnce with storage.singleNode",
                 each_of(made, _mode("ReadWriteOncePod")),
-            )
+            ),
         ],
         "Scaler": [
             rule(
@@ -199,13 +202,17 @@ def _of_placement() -> Iterator[tuple[str, Condition]]:
         )
 
 
+def claims() -> dict[str, ClaimValues]:
+    """Return the claims of storage, with their defaults."""
+    fields = StorageValues.model_fields.items()
+    return {name: field.default for name, field in fields if isinstance(field.default, ClaimValues)}
+
+
 def _of_storage() -> Iterator[tuple[str, Condition]]:
     absent = {}
-    for name, field in StorageValues.model_fields.items():
-        if not isinstance(field.default, ClaimValues):
-            continue
+    for name, default in claims().items():
         key = f"storage.{name}"
-        absent[name] = no(any_of(given(f"{key}.size"), given(f"{key}.existingClaim")))
+        absent[name] = no(at(key, HAS_CLAIM))
         read_by_many = each_of(has("readOnly", True), _mode("ReadOnlyMany"))
         of_one_node = each_of(
             given("size"),
@@ -217,8 +224,8 @@ def _of_storage() -> Iterator[tuple[str, Condition]]:
             "storage.singleNode to true, or use ReadWriteMany",
             each_of(no(has("storage.singleNode", True)), at(key, of_one_node)),
         )
-        settings = field.default.model_dump(mode="json", exclude={"size", "existingClaim"})
-        changed = [at(setting, no({"const": default})) for setting, default in settings.items()]
+        settings = default.model_dump(mode="json", exclude={"size", "existingClaim"})
+        changed = [at(setting, no({"const": value})) for setting, value in settings.items()]
         if name != "workspace":
             yield (
                 f"{key} has settings, but neither a size nor an existingClaim: set one, or leave the settings "

@@ -110,17 +110,6 @@ The pod checks this, too, and knows its model (rolemesh/checks/memory_limit.py).
 {{- end }}
 {{- end }}
 
-{{/* Refuse labels or annotations that are reserved for the chart, of (list OWN GIVEN KEY). All names under rolemesh.dev/
-are, even if this object does not have them, because NetworkPolicies and Services select pods by them. */}}
-{{- define "rlhf-job.refuse.own" -}}
-{{- $own := index . 0 }}{{ $key := index . 2 }}
-{{- range $name, $_ := index . 1 }}
-{{- if or (hasKey $own $name) (hasPrefix "rolemesh.dev/" $name) }}
-{{- fail (printf "%s has %s, which is reserved for the chart: remove it, or use another name" $key $name) }}
-{{- end }}
-{{- end }}
-{{- end }}
-
 {{/* Refuse other values: those that the cluster does not support, and those that contradict each other. */}}
 {{- define "rlhf-job.refuse.rest" -}}
 {{- if not (regexMatch "^[a-z][-a-z0-9]*$" .Release.Name) }}

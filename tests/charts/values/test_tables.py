@@ -61,8 +61,10 @@ def others(job: JobSections, key: str) -> list[Any]:
 
 
 def test_no_other_key_decides_on_the_roles_of_a_job() -> None:
-    """If this fails, name the key in helm_values/tables.py, or take it out there. Filtered groups change the page
-    of an estimator, but to one with the same roles."""
+    """If this fails, name the key in helm_values/tables.py, or take it out there.
+
+    Filtered groups change the page of an estimator, but to one with the same roles.
+    """
     found = set()
     for page in (None, *PAGES):
         job = with_value(JobSections(), "algorithm.page", page)
