@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from helm_values.kubernetes import typed
-from helm_values.rules import rule_of_paths, rules, rules_of_types
+from helm_values.reserved_names import reserved_by_types, rules_of_pods
+from helm_values.rules import any_of, no, rule, rule_of_paths, rules, rules_of_types
 from helm_values.tables import tables
 from helm_values.values import Values
 from rolemesh.catalog.role_specs import ROLES
@@ -86,7 +87,10 @@ SEVERAL_LINES = {
 }
 # Any text. The template quotes it.
 ANY_TEXT = {("RewardFunctionValues", "code"), ("PluginsValues", "code")}
-GROUP_NAMES = "lower-case letters, digits and hyphens, at most 24 characters, and not controller or check"
+GROUP_NAMES = (
+    "placement.groups: name groups with lower-case letters, digits and hyphens, at most 24 characters, and not "
+    "controller or check"
+)
 # Helm holds numbers as doubles, which change larger whole numbers.
 WHOLE = {"minimum": -MAX_WHOLE, "maximum": MAX_WHOLE}
 # Objects of the Kubernetes API, at any depth.
@@ -120,23 +124,23 @@ def schema() -> str:
     schema["$defs"] |= types
     _restrict_groups(schema["$defs"])
     _restrict_paths(schema["$defs"])
-    for name, own in rules_of_types().items():
-        schema["$defs"][name]["allOf"] = own
+    for name, own in (*rules_of_types().items(), *reserved_by_types().items()):
+        schema["$defs"][name].setdefault("allOf", []).extend(own)
     text = json.dumps(schema, indent=1, ensure_ascii=False).removesuffix("\n}")
-    each = ",\n".join(f"  {json.dumps(rule, ensure_ascii=False)}" for rule in rules())
+    each = ",\n".join(f"  {json.dumps(one, ensure_ascii=False)}" for one in (*rules(), *rules_of_pods()))
     text += f',\n "allOf": [\n{each}\n ]\n}}\n'
     return text.replace("\u2028", r"\u2028").replace("\u2029", r"\u2029")
 
 
 def _restrict_groups(types: dict[str, Any]) -> None:
-    """Name the strategies and the roles, in place; another name for a group is refused with the sentence."""
+    """Name the strategies and the roles, in place; refuse other names of groups with a sentence."""
     placement = types["PlacementConfig"]["properties"]
     placement["strategy"]["enum"] = list(strategies())
-    placement["groups"]["additionalProperties"]["items"] = {"enum": list(ROLES)}
-    placement["groups"]["propertyNames"] |= {
-        "if": {"anyOf": [{"not": {"pattern": f"^{GROUP_NAME.pattern}$"}}, {"enum": ["controller", "check"]}]},
-        "then": {"const": GROUP_NAMES},
-    }
+    roles = placement["groups"]["additionalProperties"]
+    roles["items"] = {"enum": list(ROLES)}
+    roles |= rule("a list with each role once: leave out the second", no({"uniqueItems": True}))
+    other = any_of(no({"pattern": f"^{GROUP_NAME.pattern}$"}), {"enum": ["controller", "check"]})
+    placement["groups"]["propertyNames"] |= rule(GROUP_NAMES, other)
 
 
 def _restrict_paths(types: dict[str, Any]) -> None:

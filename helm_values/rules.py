@@ -3,7 +3,7 @@
 A rule is `if` and `then` of JSON Schema. Where its condition holds, the values would have to be the sentence,
 which they never are, and the validator says so: Helm prints "value must be 'SENTENCE'". So a rule says what to
 do, all broken rules are reported at once, and `rolemesh check` says the same without Helm. Conditions that JSON
-Schema cannot express (a comparison of two numbers, the longest of several paths) stay in _refuse.tpl.
+Schema cannot express (a comparison of two values, the longest of several paths) stay in the templates.
 """
 
 from __future__ import annotations
@@ -55,6 +55,9 @@ def given(path: str) -> Condition:
     return at(path, no({"enum": list(NOTHING)}))
 
 
+HAS_CLAIM = any_of(given("size"), given("existingClaim"))
+
+
 def is_above(path: str, most: int) -> Condition:
     return at(path, {"type": "integer", "exclusiveMinimum": most})
 
@@ -75,11 +78,9 @@ def rule(sentence: str, condition: Condition) -> Condition:
 
 def rule_of_paths() -> Condition:
     """Return the rule about a path: the chart checks where it leads, so it has to be the same in every pod."""
-    sentence = (
-        "a path without ~, which in a pod is /tmp and is lost with it, and without $(NAME), which the chart "
-        f"does not know: {IN_CLAIM}"
-    )
-    return rule(sentence, text(r"^~|\$\("))
+    home = rule(f"a path without ~, which in a pod is /tmp and is lost with it: {IN_CLAIM}", text("^~"))
+    variable = rule(f"a path without $(NAME), which the chart does not know: {IN_CLAIM}", text(r"\$\("))
+    return home | {"else": variable}
 
 
 def rules_of_types() -> dict[str, list[Condition]]:
@@ -91,7 +92,7 @@ def rules_of_types() -> dict[str, list[Condition]]:
                 "accessModes has ReadWriteOncePod, with which one pod alone can mount the claim, but a job has "
                 "several: use ReadWriteMany, or ReadWriteOnce with storage.singleNode",
                 each_of(made, _mode("ReadWriteOncePod")),
-            )
+            ),
         ],
         "Scaler": [
             rule(
@@ -119,13 +120,12 @@ def _of_job() -> Iterator[tuple[str, Condition]]:
     )
     without_plugins = each_of(*(no(given(key)) for key in ("plugins.code", "plugins.configMap", "job.plugins")))
     for key, catalog in NAMED.items():
-        unknown = no({"enum": [*catalog, *NOTHING]})
+        unknown = each_of({"type": "string"}, no({"enum": list(catalog)}))
         several = {"type": "array", "contains": unknown}
-        one = each_of({"type": "string"}, unknown)
         yield (
             f"job.{key} has a name that is not built in: set it to one of {', '.join(catalog)}, or define it "
             "in plugins.code",
-            each_of(without_plugins, at(f"job.{key}", any_of(one, several))),
+            each_of(without_plugins, at(f"job.{key}", any_of(unknown, several))),
         )
     own_page = at("job.algorithm.page", each_of({"type": "string"}, no({"enum": list(PAGES)})))
     of_own_estimator = each_of(
@@ -159,11 +159,27 @@ def _of_job() -> Iterator[tuple[str, Condition]]:
 
 
 def _of_placement() -> Iterator[tuple[str, Condition]]:
-    tables = strategies()
+    fixed = has("placement.strategy", *(name for name, table in strategies().items() if table))
+    custom = has("placement.strategy", *(name for name, table in strategies().items() if not table))
+    yield (
+        f"placement.strategy is not set: set it to one of {', '.join(strategies())}",
+        no(at("placement.strategy", {})),
+    )
     yield (
         "placement.groups is set, but placement.strategy defines its own groups: set the strategy to custom",
+        each_of(fixed, given("placement.groups")),
+    )
+    yield (
+        "placement.strategy is custom, but placement.groups is empty: list the roles of each group there, or "
+        "choose another strategy",
+        each_of(custom, no(given("placement.groups"))),
+    )
+    yield (
+        "placement.groups has no group with actor, which every job has: add it to a group",
         each_of(
-            has("placement.strategy", *(name for name in tables if tables[name])), given("placement.groups")
+            custom,
+            given("placement.groups"),
+            at("placement.groups", {"additionalProperties": no({"contains": {"const": "actor"}})}),
         ),
     )
     yield (
@@ -186,13 +202,17 @@ def _of_placement() -> Iterator[tuple[str, Condition]]:
         )
 
 
+def claims() -> dict[str, ClaimValues]:
+    """Return the claims of storage, with their defaults."""
+    fields = StorageValues.model_fields.items()
+    return {name: field.default for name, field in fields if isinstance(field.default, ClaimValues)}
+
+
 def _of_storage() -> Iterator[tuple[str, Condition]]:
     absent = {}
-    for name, field in StorageValues.model_fields.items():
-        if not isinstance(field.default, ClaimValues):
-            continue
+    for name, default in claims().items():
         key = f"storage.{name}"
-        absent[name] = no(any_of(given(f"{key}.size"), given(f"{key}.existingClaim")))
+        absent[name] = no(at(key, HAS_CLAIM))
         read_by_many = each_of(has("readOnly", True), _mode("ReadOnlyMany"))
         of_one_node = each_of(
             given("size"),
@@ -204,8 +224,8 @@ def _of_storage() -> Iterator[tuple[str, Condition]]:
             "storage.singleNode to true, or use ReadWriteMany",
             each_of(no(has("storage.singleNode", True)), at(key, of_one_node)),
         )
-        settings = field.default.model_dump(mode="json", exclude={"size", "existingClaim"})
-        changed = [at(setting, no({"const": default})) for setting, default in settings.items()]
+        settings = default.model_dump(mode="json", exclude={"size", "existingClaim"})
+        changed = [at(setting, no({"const": value})) for setting, value in settings.items()]
         if name != "workspace":
             yield (
                 f"{key} has settings, but neither a size nor an existingClaim: set one, or leave the settings "
@@ -223,7 +243,7 @@ def _of_storage() -> Iterator[tuple[str, Condition]]:
     )
     yield (
         "storage.caches.readOnly is true, but pods write what they compile there: set it to false",
-        has("storage.caches.readOnly", True),
+        each_of(no(absent["caches"]), has("storage.caches.readOnly", True)),
     )
 
 
@@ -250,7 +270,7 @@ def _of_the_rest() -> Iterator[tuple[str, Condition]]:
         "controller.scaleDown and controller.rbac to true",
         each_of(
             has("controller.scaleUp", True),
-            any_of(has("controller.scaleDown", False), has("controller.rbac", False)),
+            any_of(no(has("controller.scaleDown", True)), no(has("controller.rbac", True))),
         ),
     )
     yield (
@@ -268,7 +288,7 @@ def _of_the_rest() -> Iterator[tuple[str, Condition]]:
     yield (
         "plugins.configMap is set, but job.plugins names none of its files: add them, as "
         "/etc/rolemesh-plugins/FILE.py",
-        each_of(given("plugins.configMap"), no(given("job.plugins"))),
+        each_of(given("plugins.configMap"), no(any_of(given("plugins.code"), given("job.plugins")))),
     )
     fetches = has("huggingFace.fetch", True)
     yield (

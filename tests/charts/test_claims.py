@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from namespaces import as_container, needs_namespaces, terminate
-from rendering import Object, objects, of_kind, pods, refusal, workloads
+from rendering import Object, objects, of_kind, pods, refusals, workloads
 
 WAITS = ["sh", "-c", 'trap "exit 143" TERM; until test -e "$0"; do sleep 1 & wait $!; done']
 
@@ -192,7 +192,8 @@ READ_ONLY = {"checkpoints": {"existingClaim": "mine", "readOnly": True}}
     ],
 )
 def test_a_read_only_claim_that_the_run_writes_to_is_refused(values: Object, words: str) -> None:
-    assert words in refusal(values)
+    [said] = refusals(values)
+    assert words in said
 
 
 def test_a_run_writes_to_a_claim_mounted_inside_a_read_only_one() -> None:

@@ -1,6 +1,7 @@
 """The chart deploys every job as Plan says, and what Plan refuses, the chart or its first pod refuses.
 
-`make drawn` compares 2,000 jobs, and the ordinary tests the first of them. One render has many jobs.
+`make drawn` compares 2,000 jobs, and the ordinary tests the first 200: every recipe, and every page with every
+estimator. One render has many jobs.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
-from drawn_jobs import STRATEGIES, Sections, drawn_job
+from drawn_jobs import CHANGES, RECIPES, STRATEGIES, Drawn, bases, drawn_job, job_of
 from rendering import (
     APIS,
     CHART,
@@ -39,10 +41,9 @@ from rolemesh.config.base import merge
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.config.plan import PlannedGroup, paths_at
 from rolemesh.config.yaml_file import parse_yaml
-from rolemesh.errors import InvalidConfig
 
 AT_ONCE = 100
-NUM_JOBS = int(os.environ.get("DRAWN_JOBS", str(AT_ONCE)))
+NUM_JOBS = int(os.environ.get("DRAWN_JOBS", str(2 * AT_ONCE)))
 STARTS = range(0, NUM_JOBS, AT_ONCE)
 
 # Renders the workloads of each job of a list, in one process.
@@ -63,32 +64,21 @@ MOUNT_PATHS = {"models": "/models", "data": "/data", "checkpoints": "/checkpoint
 STORAGE: Object = {name: {"existingClaim": name} for name in MOUNT_PATHS}
 
 
-def job_of(sections: Sections, placement: Sections) -> JobConfig | None:
-    try:
-        return make_job(sections | {"placement": placement})
-    except InvalidConfig:
-        return None
-
-
-def is_for_chart(job: JobConfig | None) -> bool:
-    """The chart takes ranks from placement.ranks alone."""
-    return job is not None and job.trainer.world_size in (None, 1)
-
-
 def without_replicas(job: JobConfig) -> JobConfig:
     return job.model_copy(update={"placement": job.placement.model_copy(update={"replicas": {}})})
 
 
-def values_of(sections: Sections, placement: Sections, job: JobConfig | None, seed: int) -> Object:
+def values_of(drawn: Drawn, seed: int) -> Object:
     """The chart's values of a job; by turns on CPUs, and on the GPUs that Plan asks for."""
+    sections, job = drawn.sections, drawn.job
     on_gpus = seed % 2 == 0 or (job and job.rollout.tensor_model_parallel_size > 1)
     own: Object = {}
     if job and on_gpus:
         own = {group.name: {"gpus": group.devices} for group in job.plan.groups}
     roles = {role: {"gpus": 0} for role in ROLES}
     kind = "gpu" if on_gpus or sections.get("rollout", {}).get("name") == "vllm" else "cpu"
-    values: Object = {"job": sections, "placement": placement, "storage": STORAGE, "image": {"kind": kind}}
-    return values | {"roles": roles, "groups": own}
+    values: Object = {"job": sections, "placement": drawn.placement, "storage": STORAGE}
+    return values | {"image": {"kind": kind}, "roles": roles, "groups": own}
 
 
 @cache
@@ -182,16 +172,17 @@ def _claim_of(path: str) -> str:
 @pytest.mark.parametrize("start", STARTS)
 def test_the_chart_deploys_drawn_jobs_as_plan_says(start: int, tmp_path: Path) -> None:
     drawn = [drawn_job(seed) for seed in range(start, start + AT_ONCE)]
-    jobs = [job_of(sections, placement) for sections, placement in drawn]
-    values = [values_of(*each, job, seed) for seed, (each, job) in enumerate(zip(drawn, jobs, strict=True))]
-    entries = [{"values": each, "renders": is_for_chart(job)} for each, job in zip(values, jobs, strict=True)]
+    values = [values_of(each, seed) for seed, each in enumerate(drawn)]
+    entries = [
+        {"values": of_job, "renders": each.is_for_chart} for of_job, each in zip(values, drawn, strict=True)
+    ]
     wrong = {}
     refused_by_template = 0
     for number, (file, things) in enumerate(rendered(entries, tmp_path)):
-        job, seed = jobs[number], start + number
+        job, seed = drawn[number].job, start + number
         by_schema = [error.message for error in rules().iter_errors(merge(defaults(), values[number]))]
         of_pods = parse_yaml(file, "job.yaml")
-        if job and not is_for_chart(job):
+        if job and not drawn[number].is_for_chart:
             assert any("n_gpus_per_node" in said for said in by_schema)
             continue
         if job:
@@ -206,11 +197,26 @@ def test_the_chart_deploys_drawn_jobs_as_plan_says(start: int, tmp_path: Path) -
                 wrong[seed] = ["refused by Plan alone"]
     assert not wrong, json.dumps(wrong, indent=1)
     assert refused_by_template < AT_ONCE / 5  # these take a render each
-    assert AT_ONCE / 4 < sum(job is not None for job in jobs) < AT_ONCE * 3 / 4
+    assert AT_ONCE / 4 < sum(each.job is not None for each in drawn) < AT_ONCE * 3 / 4
 
 
-def test_the_drawn_jobs_cover_every_page_recipe_and_placement() -> None:
-    jobs = [job for seed in range(400) if (job := job_of(*drawn_job(seed)))]
+# These no job can have, or not in the chart.
+REFUSED = {
+    *("an unknown estimator", "an unknown page", "a budget of tokens", "devices by verl's names"),
+    *("a batch of no mini-batches", "a mini-batch of no micro-batches"),
+}
+
+
+def test_the_jobs_that_the_chart_deploys_cover_every_recipe_page_estimator_change_and_placement() -> None:
+    every = [drawn_job(seed) for seed in range(NUM_JOBS)]
+    deployed = [each for each in every if each.is_for_chart]
+    assert {each.base for each in deployed} == set(bases())
+    pairs = {f"{page} {estimator}" for page, estimator in product([None, *PAGES], ESTIMATORS)}
+    apart = {"dapo gae", "dapo remax", "grpo gae", "remax gae"}  # the page lacks what the estimator needs
+    assert set(bases()) == {path.stem for path in RECIPES} | pairs - apart
+    assert {name for each in deployed for name in each.changes} == CHANGES.keys() - REFUSED
+    assert {name for each in every for name in each.changes} == CHANGES.keys()
+    jobs = [each.job for each in deployed if each.job]
     assert {job.page.name for job in jobs} == set(PAGES)
     assert {job.estimator.name for job in jobs} == set(ESTIMATORS)
     assert {role for job in jobs for role in job.roles} == set(ROLES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rendering import Object, notes, objects, of_kind, pods, refusal, selects, template, workloads
+from rendering import Object, notes, objects, of_kind, pods, refusal, refusals, selects, template, workloads
 
 from rolemesh import __version__
 
@@ -170,7 +170,16 @@ OWN_LABELS = [
     ("labels", "rolemesh.dev/anything"),
     ("annotations", "checksum/job"),
     ("annotations", "prometheus.io/port"),
+    ("annotations", "rolemesh.dev/anything"),
+    ("annotations", "helm.sh/hook"),
 ]
+
+
+RESERVED = "reserved for the chart: leave it out, or use another name"
+
+
+def said_of(name: str) -> str:
+    return "a name that begins with rolemesh.dev/" if name.startswith("rolemesh.dev/") else name
 
 
 @pytest.mark.parametrize(
@@ -180,16 +189,17 @@ OWN_LABELS = [
 )
 def test_a_label_of_the_charts_own_is_refused(where: str, kind: str, name: str) -> None:
     given = {kind: {name: "mine"}}
-    said = refusal({"groups": {"reward": given}} if where == "groups" else {where: given})
-    assert f"pods.{kind} has {name}, which is reserved for the chart: remove it" in said
+    place, values = ("groups.reward", {"reward": given}) if where == "groups" else (where, given)
+    assert refusals({where: values}) == [f"{place}: {kind} has {said_of(name)}, which is {RESERVED}"]
 
 
 @pytest.mark.parametrize("where", ["labels", "dashboards.labels"])
 @pytest.mark.parametrize("name", ["app.kubernetes.io/name", "helm.sh/chart", "rolemesh.dev/role-actor"])
 def test_a_reserved_label_on_monitoring_objects_is_refused(where: str, name: str) -> None:
     labels = {"labels": {name: "mine"}}
-    said = refusal({"monitoring": {"dashboards": labels} if "dashboards" in where else labels})
-    assert f"monitoring.{where} has {name}, which is reserved for the chart: remove it" in said
+    said = refusals({"monitoring": {"dashboards": labels} if "dashboards" in where else labels})
+    place = f"monitoring.{where}".removesuffix(".labels")
+    assert said == [f"{place}: labels has {said_of(name)}, which is {RESERVED}"]
 
 
 def test_labels_of_yours_are_beside_the_charts() -> None:

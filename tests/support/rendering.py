@@ -214,23 +214,41 @@ def notes(values: Mapping[str, Any], into: Path, **how: Any) -> str:
 
 
 FINDING = re.compile(r"^ *- at '(.*?)': (.*)$", re.MULTILINE)
-OF_A_CHOICE = re.compile("'(allOf|anyOf)' failed|validation failed|got .*, want ")  # the findings are below it
+ABOVE = re.compile(
+    "'(allOf|anyOf)' failed|validation failed|invalid propertyName|got .*, want "
+)  # not what is wrong
 
 
-def refusal(values: Mapping[str, Any], **how: Any) -> str:
-    """Return the sentence with which Helm refuses the values; empty if it accepts them.
-
-    Sentences of the schema's rules have their place before them, and are joined by semicolons. Other words of
-    the schema are returned as they are.
-    """
+def refused_words(values: Mapping[str, Any], **how: Any) -> str:
+    """Return all that Helm prints when it refuses the values; empty if it accepts them."""
     try:
         template(values, **how)
     except Refused as refused:
-        said = str(refused)
-        findings = [found for found in FINDING.findall(said) if not OF_A_CHOICE.match(found[1])]
-        rules = [(at, re.fullmatch(r"value must be '(.*)'", words)) for at, words in findings]
-        if rules and all(rule for _, rule in rules):
-            placed = [(at.strip("/").replace("/", "."), rule[1]) for at, rule in rules if rule]
-            return "; ".join(f"{at}: {sentence}" if at else sentence for at, sentence in placed)
-        return re.sub(r".*execution error at \(.*?\): ", "", said).partition("\n\nUse --debug")[0].strip()
+        return str(refused)
     return ""
+
+
+def refusals(values: Mapping[str, Any], **how: Any) -> list[str]:
+    """Return each sentence with which Helm refuses the values; none if it accepts them.
+
+    A template has one, and the schema one for each finding. A rule's begins with its place, unless that is all
+    values; other words of the schema are as Helm prints them.
+    """
+    said = refused_words(values, **how)
+    if findings := FINDING.findall(said):
+        return [_sentence(*each) for each in findings if not ABOVE.match(each[1])] or [
+            _sentence(*each) for each in findings
+        ]
+    sentence = re.sub(r".*execution error at \(.*?\): ", "", said).partition("\n\nUse --debug")[0].strip()
+    return [sentence] if sentence else []
+
+
+def _sentence(at: str, words: str) -> str:
+    if not (rule := re.fullmatch(r"value must be '(.*)'", words)):
+        return f"at '{at}': {words}"
+    return f"{at.strip('/').replace('/', '.')}: {rule[1]}".removeprefix(": ")
+
+
+def refusal(values: Mapping[str, Any], **how: Any) -> str:
+    """Return the sentences with which Helm refuses the values, joined; empty if it accepts them."""
+    return "; ".join(refusals(values, **how))

@@ -7,11 +7,6 @@
 {{- clean $path }}
 {{- end }}
 
-{{/* The run directory as the job gives it, or its default, of $. */}}
-{{- define "rlhf-job.givenDir" -}}
-{{- .whole.trainer.default_local_dir | default (printf "outputs/%s" .whole.trainer.experiment_name) }}
-{{- end }}
-
 {{/* The run directory as pods see it, of $. */}}
 {{- define "rlhf-job.runDir" -}}
 {{- get .paths .known.runDir | first }}

@@ -19,13 +19,14 @@ Nothing may change them. */}}
 {{- $known := .Files.Get "files/tables.json" | fromJson }}
 {{- $_ := set . "known" $known }}
 {{- $_ := set . "whole" (include "rlhf-job.over" (list (deepCopy $known.job) (include "rlhf-job.given" . | fromJson)) | fromJson) }}
+{{- if not .whole.trainer.default_local_dir }}{{ $_ := set .whole.trainer "default_local_dir" (printf "outputs/%s" .whole.trainer.experiment_name) }}{{ end }}
 {{- range $fact := list "inJob" "onDevice" }}
 {{- $roles := list }}
 {{- range $known.roles }}{{ if include "rlhf-job.holds" (list $ (get (get $known $fact) .)) }}{{ $roles = append $roles . }}{{ end }}{{ end }}
 {{- $_ := set $ $fact $roles }}
 {{- end }}
-{{- $paths := dict $known.runDir (list (include "rlhf-job.inPod" (list . (include "rlhf-job.givenDir" .)))) }}
-{{- range $key := without $known.paths $known.runDir }}
+{{- $paths := dict }}
+{{- range $key := $known.paths }}
 {{- $path := $.whole }}{{ $each := list }}
 {{- range splitList "." $key }}{{ $path = get $path . }}{{ end }}
 {{- range kindIs "slice" $path | ternary $path (list $path) }}
@@ -75,7 +76,9 @@ values. An empty one stands for all that the table does not name. */}}
 {{/* The placement's groups with their roles, as JSON, from the file that the local launcher reads, or the user's. */}}
 {{- define "rlhf-job.table" -}}
 {{- $file := .Files.Get (printf "placements/%s.yaml" .Values.placement.strategy) | fromYaml }}
-{{- $file.groups | default .Values.placement.groups | toJson }}
+{{- $groups := $file.groups | default .Values.placement.groups }}
+{{- if not $groups }}{{ fail (printf "placement.strategy is %v, which has no groups: set another strategy, or placement.groups" .Values.placement.strategy) }}{{ end }}
+{{- toJson $groups }}
 {{- end }}
 
 {{/* Not empty: users' code runs in these pods, and no other role does, of (list $ ROLES). */}}
@@ -102,7 +105,7 @@ none), servesWeights, resources and pod (values.pods with the overrides of value
 {{- $own := list }}{{ $models := list }}{{ $trained := list }}{{ $servesWeights := false }}
 {{- $gpus := 0 }}{{ $resources := list }}{{ $ranks := get $.Values.placement.ranks $name | default 1 | int }}
 {{- range $role := $members }}{{ if has $role $.inJob }}
-{{- $values := get $.Values.roles $role }}{{ $computes := has $role $.onDevice }}
+{{- $values := get $.Values.roles $role | default dict }}{{ $computes := has $role $.onDevice }}
 {{- $own = append $own $role }}
 {{- $resources = append $resources ($values.resources | default dict) }}
 {{- $ranks = max $ranks (get $.Values.placement.ranks $role | default 1 | int) }}

@@ -47,9 +47,9 @@ is in another pod, to which the roles' Services lead; of the controller, the opt
 {{- end -}}
 metadata:
   labels:
-    {{- include "rlhf-job.beside" (list $labels $settings.labels "pods.labels") | nindent 4 }}
+    {{- merge $labels $settings.labels | toYaml | nindent 4 }}
   annotations:
-    {{- include "rlhf-job.beside" (list $annotations $settings.annotations "pods.annotations") | nindent 4 }}
+    {{- merge $annotations $settings.annotations | toYaml | nindent 4 }}
 spec:
   automountServiceAccountToken: {{ .talksToKubernetes | default false }}
   {{- with include "rlhf-job.account" (list $ (include "rlhf-job.accountKey" .roles)) }}
@@ -328,12 +328,6 @@ of `helm test` do it, one at a time, and the others wait for the file that it cr
 {{- $image := .Values.image }}
 {{- $tag := kindIs "string" $image.tag | ternary $image.tag (printf "%d" (int64 $image.tag)) }}
 {{- with $image.digest }}{{ $image.repository }}@{{ . }}{{ else }}{{ $image.repository }}:{{ $tag | default (printf "%s%s" $.Chart.AppVersion (eq $image.kind "gpu" | ternary "-gpu" "")) }}{{ end }}
-{{- end }}
-
-{{/* The chart's labels or annotations together with the user's, of (list OWN GIVEN KEY): no key may be in both. */}}
-{{- define "rlhf-job.beside" -}}
-{{- include "rlhf-job.refuse.own" . }}
-{{- toYaml (merge dict (index . 0) (index . 1)) }}
 {{- end }}
 
 {{/* Not empty: a pod of these roles writes nothing to the workspace, of (list $ ROLES). Roles that share a device write

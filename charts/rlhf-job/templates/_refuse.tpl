@@ -69,7 +69,7 @@ The pod checks this, too, and knows its model (rolemesh/checks/memory_limit.py).
 {{- define "rlhf-job.host" -}}
 {{- $ := first . }}{{ $group := last . }}{{ $found := dict }}
 {{- $limit := dig "limits" "memory" "" $group.resources }}
-{{- if and $limit $group.gpus (has "rollout" $group.models) $.Values.roles.rollout.billionParameters }}
+{{- if and $limit $group.gpus (has "rollout" $group.models) (dig "rollout" "billionParameters" 0 $.Values.roles) }}
 {{- $job := $.whole }}{{ $known := $.known }}
 {{- $billions := $.Values.roles.rollout.billionParameters | float64 }}
 {{- $engines := div (int $group.ranks) (int $group.pods) | float64 }}
@@ -106,17 +106,6 @@ The pod checks this, too, and knows its model (rolemesh/checks/memory_limit.py).
 {{- include "rlhf-job.refuse.crd" (list $ "ray.io/v1/RayCluster" (printf "group %s has %d ranks in %d pods" $group.name $ranks $pods) "KubeRay" (printf "lower placement.ranks.%s to what one pod holds" $group.name)) }}
 {{- if or $group.scaler (gt (int $group.replicas) 1) }}
 {{- fail (printf "group %s has %d pods for each replica, and the chart starts one such replica: set placement.replicas of %s to 1, and remove its autoscaling" $group.name $pods (join ", " $group.roles)) }}
-{{- end }}
-{{- end }}
-{{- end }}
-
-{{/* Refuse labels or annotations that are reserved for the chart, of (list OWN GIVEN KEY). All names under rolemesh.dev/
-are, even if this object does not have them, because NetworkPolicies and Services select pods by them. */}}
-{{- define "rlhf-job.refuse.own" -}}
-{{- $own := index . 0 }}{{ $key := index . 2 }}
-{{- range $name, $_ := index . 1 }}
-{{- if or (hasKey $own $name) (hasPrefix "rolemesh.dev/" $name) }}
-{{- fail (printf "%s has %s, which is reserved for the chart: remove it, or use another name" $key $name) }}
 {{- end }}
 {{- end }}
 {{- end }}

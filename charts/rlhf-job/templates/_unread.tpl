@@ -1,5 +1,6 @@
-{{/* Values that would do nothing, or name something twice, end the rendering with one sentence that says what to change. Values
-that describe the cluster (gpu, monitoring, networkPolicy) may be set though a job has no use for them. */}}
+{{/* Values that would do nothing, or name one thing twice, GPUs among resources, and a scaler by CPU without CPUs end the rendering
+with one sentence that says what to change. Values that describe the cluster (gpu, monitoring, networkPolicy) may be set though a
+job has no use for them. */}}
 
 {{/* Refuse values that nothing would read, of (list $ GROUPS). */}}
 {{- define "rlhf-job.refuse.unread" -}}
@@ -24,20 +25,14 @@ that describe the cluster (gpu, monitoring, networkPolicy) may be set though a j
 {{- include "rlhf-job.refuse.settings" (list $ "the controller" (include "rlhf-job.settings" (list $ $.Values.controller 0) | fromJson)) }}
 {{- end }}
 
-{{/* Refuse claims that have one mountPath, or that of a volume of the chart: the API server takes no such pod. */}}
+{{/* Refuse claims that have one mountPath: the API server takes no such pod. */}}
 {{- define "rlhf-job.refuse.mounts" -}}
 {{- $by := dict }}
-{{- range include "rlhf-job.mountPaths" . | fromJsonArray }}{{ $_ := set $by . "reserved for the chart: set another path" }}{{ end }}
 {{- range $name, $claim := .claims }}
 {{- $path := clean $claim.mountPath }}
-{{- with get $by $path }}{{ fail (printf "storage.%s.mountPath is %s, which is %s" $name $claim.mountPath .) }}{{ end }}
-{{- $_ := set $by $path (printf "that of storage.%s, too: set another path for one of them" $name) }}
+{{- with get $by $path }}{{ fail (printf "storage.%s.mountPath is %s, which is that of storage.%s, too: set another path for one of them" $name $claim.mountPath .) }}{{ end }}
+{{- $_ := set $by $path $name }}
 {{- end }}
-{{- end }}
-
-{{/* Where every pod may have volumes of the chart's own besides claims, as a list in JSON. */}}
-{{- define "rlhf-job.mountPaths" -}}
-{{- list "/etc/rolemesh" "/etc/rolemesh-tls" "/etc/rolemesh-reward" "/etc/rolemesh-plugins" "/etc/rolemesh-hub" "/tmp" "/dev/shm" | toJson }}
 {{- end }}
 
 {{/* Refuse GPUs among the resources of a role, a group or the controller, of (list $ KEY VALUES): only `gpus` gives a pod the
@@ -51,31 +46,17 @@ tolerations, the nodes and the device that belong to them. */}}
 {{- end }}
 {{- end }}
 
-{{/* Refuse settings of pods that name what the chart has itself, or one thing twice, of (list $ OF SETTINGS). The API server
-takes the last of two variables of one name, and refuses two volumes. Three variables may be replaced (_pod.tpl). */}}
+{{/* Refuse settings of pods that name one thing twice, or mount something in place of a claim, of (list $ OF SETTINGS). The API
+server takes the last of two variables of one name, and refuses two volumes. */}}
 {{- define "rlhf-job.refuse.settings" -}}
-{{- $ := index . 0 }}{{ $of := index . 1 }}{{ $settings := index . 2 }}
-{{- $claims := keys $.claims }}{{ $paths := include "rlhf-job.mountPaths" $ | fromJsonArray }}
-{{- range $.claims }}{{ $paths = append $paths (trimSuffix "/" .mountPath) }}{{ end }}
-{{- $variables := list "HOME" "USER" "PYTHONUNBUFFERED" "ROLEMESH_JOB" "ROLEMESH_REVISION" }}
-{{- if $.Values.huggingFace.secret }}{{ $variables = concat $variables (list "HF_TOKEN" "HF_TOKEN_PATH") }}{{ end }}
-{{- if $.Values.huggingFace.fetch }}{{ $variables = append $variables "HF_HUB_CACHE" | concat (list "HF_HUB_OFFLINE") }}{{ end }}
-{{- if has "caches" $claims }}{{ $variables = concat $variables (list "VLLM_CACHE_ROOT" "TORCHINDUCTOR_CACHE_DIR" "TRITON_CACHE_DIR") }}{{ end }}
-{{- $instead := dict "HF_TOKEN" "huggingFace.secret names another" "HF_TOKEN_PATH" "huggingFace.secret names another" "HF_HUB_CACHE" "set huggingFace.cache" }}
-{{- range $key, $rule := dict
-      "env" (dict "field" "name" "own" $variables)
-      "volumes" (dict "field" "name" "own" (concat $claims (list "job" "tls" "reward" "plugins" "hub-token" "tmp" "shm")))
-      "volumeMounts" (dict "field" "mountPath" "own" $paths) }}
-{{- $seen := list }}
+{{- $of := index . 1 }}{{ $settings := index . 2 }}{{ $paths := dict }}
+{{- range $name, $claim := (first .).claims }}{{ $_ := set $paths (trimSuffix "/" $claim.mountPath) (printf ", which is storage.%s.mountPath: use another path" $name) }}{{ end }}
+{{- range $key, $field := dict "env" "name" "volumes" "name" "volumeMounts" "mountPath" }}
+{{- $known := eq $field "mountPath" | ternary $paths dict }}
 {{- range get $settings $key }}
-{{- $name := get . $rule.field | toString | trimSuffix "/" }}
-{{- if has $name $rule.own }}
-{{- fail (printf "%s of %s has %s, which is reserved for the chart: %s" $key $of $name (get $instead $name | default "leave it out, or use another name")) }}
-{{- end }}
-{{- if and $name (has $name $seen) }}
-{{- fail (printf "%s of %s has %s twice: leave one out" $key $of $name) }}
-{{- end }}
-{{- $seen = append $seen $name }}
+{{- $name := get . $field | toString | trimSuffix "/" }}
+{{- with get $known $name }}{{ fail (printf "%s of %s has %s%s" $key $of $name .) }}{{ end }}
+{{- $_ := set $known $name " twice: leave one out" }}
 {{- end }}
 {{- end }}
 {{- end }}

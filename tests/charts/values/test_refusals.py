@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from rendering import CHART, KUBERNETES, Refused, helm, objects, refusal, run_go, template
+from rendering import CHART, KUBERNETES, Refused, helm, objects, refusal, refusals, run_go, template, workloads
 
 from helm_values import generate
 from helm_values.generate import generated, schema
@@ -38,23 +38,27 @@ SENTENCES: dict[str, tuple[dict[str, Any], str]] = {
         {"image": {"repository": f"r.example/a:v1@{DIGEST}"}},
         "image.repository has a digest: put the digest in image.digest",
     ),
-    "a misspelt strategy": (
-        {"placement": {"strategy": "hibrid"}},
-        "value must be one of 'collocate', 'custom', 'hybrid', 'split-collocate', 'standalone'",
-    ),
-    "an unknown role": (
-        {"placement": {"strategy": "custom", "groups": {"a": ["judge"]}}},
-        "at '/placement/groups/a/0': value must be one of 'actor', 'rollout', 'reference', 'critic', 'reward'",
-    ),
-    "a group's name": (
-        {"placement": {"strategy": "custom", "groups": {"A": ["actor"]}}},
-        "lower-case letters, digits and hyphens, at most 24 characters",
-    ),
-    "a group called controller": (
-        {"placement": {"strategy": "custom", "groups": {"controller": ["actor"]}}},
-        "and not controller or check",
-    ),
     "groups of two sources": ({"placement": CUSTOM | {"strategy": "hybrid"}}, "set the strategy to custom"),
+    "groups of none": (
+        {"placement": {"strategy": "custom"}},
+        "but placement.groups is empty: list the roles of",
+    ),
+    "no group with a role of every job": (
+        {"placement": {"strategy": "custom", "groups": {"a": ["critic"], "b": ["rollout", "reward"]}}},
+        "placement.groups has no group with actor, which every job has: add it to a group",
+    ),
+    "a role twice in a group": (
+        {"placement": {"strategy": "custom", "groups": {"a": ["actor", "actor"]}}},
+        "placement.groups.a: a list with each role once: leave out the second",
+    ),
+    "a cache that nobody may write, without a claim": (
+        {"storage": {"caches": {"readOnly": True}}},
+        "storage.caches has settings, but neither a size nor an existingClaim",
+    ),
+    "scaling up without scaling down": (
+        {"controller": {"scaleUp": True, "scaleDown": None}},
+        "set controller.scaleDown and controller.rbac to true",
+    ),
     "placement inside the job": ({"job": {"placement": {"strategy": "hybrid"}}}, "move it to placement"),
     "settings of a group that is not": (
         {"groups": {"policy": {"gpus": 1}}},
@@ -198,7 +202,8 @@ NOT_INSTALLED = {
 
 @pytest.mark.parametrize(("values", "words"), SENTENCES.values(), ids=SENTENCES)
 def test_contradicting_values_are_refused_with_what_to_change(values: dict[str, Any], words: str) -> None:
-    assert words in refusal(values)
+    [said] = refusals(values)
+    assert words in said
 
 
 # What the job alone decides, and JSON Schema cannot say: the first pod refuses it, and `rolemesh check` does.
@@ -207,15 +212,10 @@ BY_THE_FIRST_POD: dict[str, tuple[dict[str, Any], str]] = {
         {"placement": {"strategy": "custom", "groups": CUSTOM["groups"] | {"c": ["critic"]}}},
         "critic is listed 2 times (b, c); list it once",
     ),
-    "a role twice in a group": (
-        {"placement": {"strategy": "custom", "groups": {"a": ["actor", "actor"]}}},
-        "actor is listed 2 times (a, a)",
-    ),
     "a role in no group": (
         {"placement": {"strategy": "custom", "groups": {"a": ["actor", "rollout", "reward"]}}},
         "no group has critic, which this job needs; add it to a group",
     ),
-    "no groups": ({"placement": {"strategy": "custom"}}, "no group has actor, which this job needs"),
     "ranks of nobody": (
         {"placement": {"ranks": {"actors": 2}}},
         "placement.ranks names 'actors', which is no group and no role; groups are actor, rollout, reference",
@@ -250,6 +250,66 @@ def test_what_the_job_alone_decides_is_refused_by_the_first_pod(values: dict[str
         make_job(yaml.safe_load(config["data"]["job.yaml"]))
     found, _ = check_values(values)
     assert [words in said for said in found] == [True]
+
+
+STRATEGIES = "collocate, custom, hybrid, split-collocate, standalone"
+GROUP_NAMES = (
+    "placement.groups: name groups with lower-case letters, digits and hyphens, at most 24 characters, and not "
+    "controller or check"
+)
+
+
+@pytest.mark.parametrize(
+    ("placement", "words"),
+    [
+        (
+            {"strategy": "hibrid"},
+            "at '/placement/strategy': value must be one of 'collocate', 'custom', 'hybrid', "
+            "'split-collocate', 'standalone'",
+        ),
+        ({"strategy": None}, f"placement.strategy is not set: set it to one of {STRATEGIES}"),
+        (
+            {"strategy": "custom", "groups": {"a": ["actor", "judge"]}},
+            "at '/placement/groups/a/1': value must be one of 'actor', 'rollout', 'reference', 'critic', "
+            "'reward', 'environment'",
+        ),
+        ({"strategy": "custom", "groups": {"A": ["actor"]}}, GROUP_NAMES),
+        ({"strategy": "custom", "groups": {"a" * 25: ["actor"]}}, GROUP_NAMES),
+        ({"strategy": "custom", "groups": {"controller": ["actor"]}}, GROUP_NAMES),
+        ({"strategy": "custom", "groups": {"check": ["actor"]}}, GROUP_NAMES),
+    ],
+    ids=json.dumps,
+)
+def test_a_placement_of_unknown_names_is_refused_with_the_known_ones(
+    placement: dict[str, Any], words: str
+) -> None:
+    assert refusals({"placement": placement}) == [words]
+
+
+def test_no_release_is_without_roles_when_helm_skips_the_schema() -> None:
+    program = helm()
+    assert program
+    command = [
+        program,
+        "template",
+        "demo",
+        str(CHART),
+        "--kube-version",
+        KUBERNETES,
+        "--skip-schema-validation",
+    ]
+    for strategy in ("hibrid", "custom", "null"):
+        ran = run_go(*command, "--set", f"placement.strategy={strategy}")
+        said = strategy.replace("null", "<nil>")
+        assert f"placement.strategy is {said}, which has no groups: set another strategy" in ran.stderr
+
+
+def test_a_role_without_values_has_no_resources_and_no_gpus() -> None:
+    """A null takes the chart's default out."""
+    found = workloads(objects({"roles": {"reward": None}}))
+    [reward] = [each for each in found if each["metadata"]["name"] == "demo-reward"]
+    [container] = reward["spec"]["template"]["spec"]["containers"]
+    assert container["resources"] == {"requests": {"ephemeral-storage": "1Gi"}}
 
 
 @pytest.mark.parametrize(("what", "values"), NOT_INSTALLED.items(), ids=NOT_INSTALLED)

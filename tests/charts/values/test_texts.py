@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from rendering import AMBIGUOUS, Object, objects, of_kind, pods, refusal, template
+from rendering import AMBIGUOUS, Object, objects, of_kind, pods, refused_words, template
 
 from helm_values.generate import LINES, schema
 
@@ -74,7 +74,7 @@ SCALED: Object = {"autoscaling": dict.fromkeys(("rollout", "reference", "reward"
 
 @pytest.mark.parametrize("character", BREAKS, ids=ascii)
 def test_no_text_takes_the_end_of_a_line(character: str) -> None:
-    said = refusal(merged(SCALED, values(lambda at, patterns: f"a{character}b")))
+    said = refused_words(merged(SCALED, values(lambda at, patterns: f"a{character}b")))
     refused = set(re.findall(r"at '(\S+)': '.*' does not match pattern", said))
     found = places()
     assert len(found) > 140
@@ -140,7 +140,7 @@ def test_every_control_character_is_refused_in_texts_and_keys() -> None:
     texts = {f"k{at}": character for at, character in enumerate(CONTROLS)}
     keys = dict.fromkeys(CONTROLS, "a")
     deep = [{"name": "a", "k": {"k": [character]}} for character in CONTROLS if character not in "\t\n\r"]
-    said = refusal({"pods": {"labels": texts, "annotations": keys, "env": deep, "affinity": {"a": keys}}})
+    said = refused_words({"pods": {"labels": texts, "annotations": keys, "env": deep, "affinity": {"a": keys}}})
     assert set(re.findall(r"at '/pods/labels/(\S+)': '.*' does not match pattern", said)) == texts.keys()
     assert set(re.findall(r"at '/pods/env/(\d+)/k/k/0': '.*' does not match pattern", said)) == {
         str(at) for at in range(len(deep))

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
+from functools import cache
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rolemesh.catalog.estimators import ESTIMATORS
 from rolemesh.catalog.pages import PAGES
 from rolemesh.catalog.role_specs import ROLES
 from rolemesh.config.base import merge
+from rolemesh.config.job import JobConfig, make_job
 from rolemesh.config.placement import strategies
 from rolemesh.config.yaml_file import read_yaml
+from rolemesh.errors import InvalidConfig
 
 Sections = dict[str, Any]
 
@@ -72,30 +76,79 @@ CHANGES: dict[str, Sections] = {
 }
 
 
-def drawn_job(seed: int) -> tuple[Sections, Sections]:
-    """Draw a job's sections, and its section placement. About half of them are refused."""
+class Drawn(NamedTuple):
+    """A drawn job.
+
+    Args:
+        base: the recipe, or the page and the estimator, that the changes are made to.
+        changes: their names.
+        sections: of the job, without placement.
+        placement: the section.
+        job: None if the job file refuses it.
+    """
+
+    base: str
+    changes: tuple[str, ...]
+    sections: Sections
+    placement: Sections
+    job: JobConfig | None
+
+    @property
+    def is_for_chart(self) -> bool:
+        """Whether the chart can deploy the job. It takes ranks from placement.ranks alone."""
+        return self.job is not None and self.job.trainer.world_size in (None, 1)
+
+
+@cache
+def drawn_job(seed: int) -> Drawn:
+    """Draw a job. Of three the chart can deploy two, whose bases come in turn; the third is refused."""
     draw = random.Random(seed)
-    sections = _base(draw)
-    for name in draw.sample(sorted(CHANGES), draw.choice([0, 1, 1, 2, 2, 3])):
-        sections = merge(sections, CHANGES[name])
-    return sections, _placement(draw)
+    deploys = seed % 3 < 2
+    in_turn = bases()[(seed - seed // 3) % len(bases())]
+    while True:
+        base = in_turn if deploys else draw.choice(list(_all_bases()))
+        changes = draw.sample(sorted(CHANGES), draw.choice([0, 1, 1, 2, 2, 3]))
+        sections = _all_bases()[base]
+        for name in changes:
+            sections = merge(sections, CHANGES[name])
+        placement = _placement(draw)
+        drawn = Drawn(base, tuple(changes), sections, placement, job_of(sections, placement))
+        if drawn.is_for_chart == deploys:
+            return drawn
 
 
-def _base(draw: random.Random) -> Sections:
-    """Draw a recipe, or a page with an estimator."""
-    if draw.random() < 0.3:
-        recipe = read_yaml(draw.choice(RECIPES))
-        return merge(BOUNDED, recipe if "adv_estimator" in recipe["algorithm"] else merge(GRPO, recipe))
-    page = draw.choice([None, None, *PAGES])
-    estimator = draw.choice(list(ESTIMATORS))
-    answers = page is None or "rollout" in PAGES[page].roles
-    sections: Sections = merge(
-        BOUNDED,
-        {"algorithm": {"adv_estimator": estimator, "page": page}, "rollout": {"n": 4 if answers else 1}},
-    )
-    if page and PAGES[page].filters:
-        sections = merge(sections, FILTERED)
-    return merge(sections, NEEDS.get(estimator, {}))
+def job_of(sections: Sections, placement: Sections) -> JobConfig | None:
+    """Return the job of these sections; None if the job file refuses it."""
+    try:
+        return make_job(sections | {"placement": placement})
+    except InvalidConfig:
+        return None
+
+
+@cache
+def bases() -> list[str]:
+    """Return each recipe, and each page with each estimator that it can have."""
+    return [name for name, sections in _all_bases().items() if job_of(sections, {})]
+
+
+@cache
+def _all_bases() -> dict[str, Sections]:
+    """Return each recipe, and each page (None: the estimator's) with each estimator."""
+    found: dict[str, Sections] = {}
+    for path in RECIPES:
+        recipe = read_yaml(path)
+        whole = recipe if "adv_estimator" in recipe["algorithm"] else merge(GRPO, recipe)
+        found[path.stem] = merge(BOUNDED, whole)
+    for page, estimator in product([None, *PAGES], ESTIMATORS):
+        answers = page is None or "rollout" in PAGES[page].roles
+        own: Sections = {
+            "algorithm": {"adv_estimator": estimator, "page": page},
+            "rollout": {"n": 4 if answers else 1},
+        }
+        filtered = FILTERED if page and PAGES[page].filters else {}
+        needed = merge(filtered, NEEDS.get(estimator, {}))
+        found[f"{page} {estimator}"] = merge(merge(BOUNDED, own), needed)
+    return found
 
 
 def _placement(draw: random.Random) -> Sections:
