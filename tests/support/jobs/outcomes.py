@@ -8,7 +8,7 @@ from typing import Any
 from in_process import recorded
 
 from rolemesh.config import JobConfig
-from rolemesh.services.controller.run.resume_compat import IDLE
+from rolemesh.services.controller.run.resume_compat import UNUSED
 
 
 def outcome(job: JobConfig) -> tuple[list[dict[str, float | None]], dict[str, bytes]]:
@@ -21,7 +21,7 @@ def outcome(job: JobConfig) -> tuple[list[dict[str, float | None]], dict[str, by
     files = {str(path.relative_to(last)): path.read_bytes() for path in last.rglob("*") if path.is_file()}
     state = json.loads(files["controller.json"])
     kept = state["kept_settings"]
-    for key in [key for key in kept if "reward.custom_reward_function" in key or key == IDLE]:
+    for key in [key for key in kept if "reward.custom_reward_function" in key or key == UNUSED]:
         del kept[key]
     files["controller.json"] = json.dumps(state).encode()
     assert {"actor/model.safetensors", "critic/model.safetensors"} <= files.keys()
