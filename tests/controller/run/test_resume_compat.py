@@ -234,7 +234,7 @@ def test_another_reference_and_another_program_are_said() -> None:
     weighs: dict[str, Any] = {"actor": {"use_kl_loss": True, "model": {"path": "/models/sft"}}}
     other = merge(weighs, {"actor": {"model": {"path": "outputs/mine/global_step_20/actor"}}})
     kept, now, without = (settings_to_keep(make_job(job), 10) for job in (weighs, other, {}))
-    assert compare(kept, now).changed == ["reference.model.path from 'sft' to 'actor'"]
+    assert compare(kept, now).changed == ["reference.model.path from 'sft' to 'global_step_20/actor'"]
     assert without["reference.model.path"] is None
     talks = {"rollout": {"multi_turn": {"enable": True}}}
     kept, now = (
