@@ -67,7 +67,7 @@ TOGETHER: dict[str, tuple[str, ...]] = {
     AHEAD: ("rollout.mode", "trainer.max_staleness"),
     CRITIC: ("critic.enable",),
 }
-# The revision of a model at the Hub, to the key that names the model: it may change as that may.
+# The revision of a model at the Hub, to the key that names the model: with another model it may change as that.
 REVISIONS = {REVISION.format(role): f"{spec.model_key}.path" for role, spec in ROLES.items()}
 COMPARED = tuple(
     key
@@ -260,7 +260,10 @@ def compare(kept: Mapping[str, Any], now: Mapping[str, Any], unknown: Collection
     kept = {**kept, GEN_BATCH: None if kept.get(GEN_BATCH) == kept.get(BATCH) else kept.get(GEN_BATCH)}
     differing = [key for key in keys if key not in left_out and kept.get(key) != now.get(key)]
     differing = [k for k in differing if not k.startswith((FILE, VALIDATION)) or (kept.get(k) and now.get(k))]
-    changed = [key for key in differing if _may_change(key) or key in kept.get(UNUSED, ())]
+    moved = {key for key, path in REVISIONS.items() if path not in differing}  # the branch, of the same model
+    changed = [
+        key for key in differing if (_may_change(key) and key not in moved) or key in kept.get(UNUSED, ())
+    ]
     phrases = [f"{key} from {kept.get(key)!r} to {now.get(key)!r}" for key in changed]
     if STEPS in differing and None in (kept[STEPS], now[STEPS]):  # only one of the two schedules depends on it
         phrases.append(f"the learning rate {'now depends' if now[STEPS] else 'no longer depends'} on {STEPS}")

@@ -25,6 +25,7 @@ from rolemesh.services.controller.run.resume_compat import (
     COLUMNS,
     CRITIC,
     PROMPTS,
+    REVISIONS,
     STEPS,
     TOGETHER,
     UNUSED,
@@ -159,12 +160,24 @@ def test_conversations_do_not_begin_or_end_half_way() -> None:
     assert compare(talks, without) == Comparison([phrase.format(False, True)], [], [], [])
 
 
-@pytest.mark.parametrize("role", ["reference", "reward"])
-def test_a_model_that_is_not_trained_may_be_another_also_at_the_hub(role: str) -> None:
-    revision = f"revision of {role}'s model"
-    none, one, two = ({**settings({}), **commit} for commit in ({}, {revision: "a"}, {revision: "b"}))
-    assert compare(one, two) == Comparison([], [], [f"{revision} from 'a' to 'b'"], [])
-    assert compare(none, one) == Comparison([], [], [f"{revision} from None to 'a'"], [])
+@pytest.mark.parametrize(
+    ("role", "job"),
+    [
+        ("reference", {"actor": {"use_kl_loss": True}}),
+        ("reward", {"reward": {"reward_model": {"enable": True, "model": {"path": "judge"}}}}),
+    ],
+)
+def test_a_model_that_is_not_trained_may_be_another_also_at_the_hub(role: str, job: Sections) -> None:
+    """But a branch that has moved on is no intention."""
+    revision, path = f"revision of {role}'s model", REVISIONS[f"revision of {role}'s model"]
+    other, one, moved = (
+        {**settings(job), path: name, **({revision: commit} if commit else {})}
+        for name, commit in (("local", ""), ("model", "a"), ("model", "b"))
+    )
+    said = {f"{path} from 'local' to 'model'", f"{revision} from None to 'a'"}
+    assert {*compare(other, one).changed} == said
+    assert compare(other, one).refused == compare(one, other).refused == []
+    assert compare(one, moved).refused == [f"{revision} is 'b' now and was 'a'"]
 
 
 def test_the_models_of_two_checkpoints_are_not_the_same() -> None:
