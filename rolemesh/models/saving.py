@@ -118,7 +118,7 @@ def export(
     rounded = _logits(model)
     if not rounded.isfinite().all():
         raise InvalidConfig(f"the logits of {source} are not finite in {dtype}; try bfloat16 or float32")
-    with _written_whole(out) as unfinished:
+    with written_whole(out) as unfinished:
         save_model(model, unfinished, max_shard_size=max_shard_size)
         named = own if adapted is None or has_tokenizer(source) else adapted  # peft writes none
         if has_tokenizer(existing_directory(named, "export")):
@@ -213,7 +213,7 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 
 @contextmanager
-def _written_whole(out: Path) -> Iterator[Path]:
+def written_whole(out: Path) -> Iterator[Path]:
     """Yield a directory that becomes `out` if the block ends well, and else is deleted."""
     unfinished = out.with_name(f"{out.name}.unfinished")
     try:

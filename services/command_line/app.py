@@ -18,6 +18,7 @@ from typing import Annotated
 import typer
 
 import rolemesh
+from rolemesh.errors import InvalidConfig
 from rolemesh.importing import imported
 from rolemesh.services.command_line.arguments import (
     Address,
@@ -327,19 +328,37 @@ def fetch(
     fetch_and_show(job_of(config, overrides), done)
 
 
-@app.command(epilog="Example: rolemesh model outputs/gsm8k/model --hidden-size 64 --num-layers 2")
+@app.command(
+    epilog="Examples: rolemesh model outputs/gsm8k/model --hidden-size 64 --num-layers 2; "
+    "rolemesh model models/smollm2 --from-gguf SmolLM2-135M-Instruct.Q4_1.gguf"
+)
 def model(
     out: Annotated[Path, typer.Argument(help="The folder for the model; a Hugging Face directory.")],
     architecture: Annotated[Architecture, typer.Option(help="Architecture of the model.")] = Architecture.QWEN2,
     hidden_size: Annotated[int, typer.Option(help="Model width.")] = 64,
     num_layers: Annotated[int, typer.Option(help="Number of transformer blocks.")] = 2,
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+    from_gguf: Annotated[
+        Path | None,
+        typer.Option(
+            help="Convert this GGUF file instead, of any architecture that transformers reads. Needs "
+            "rolemesh[gguf].",
+            metavar="FILE",
+        ),
+    ] = None,
 ) -> None:
-    """Make a small randomly initialised model with a byte-level tokenizer.
+    """Make a small randomly initialised model with a byte-level tokenizer, or convert a GGUF file.
 
-    It has up to four attention heads, at least 32 wide where the width allows. vLLM on a CPU loads no narrower
-    ones.
+    A random model has up to four attention heads, at least 32 wide where the width allows. vLLM on a CPU loads
+    no narrower ones.
     """
+    if from_gguf is not None:
+        from rolemesh.services.command_line.convert import convert_and_show
+
+        if (architecture, hidden_size, num_layers, seed) != (Architecture.QWEN2, 64, 2, 0):
+            raise InvalidConfig("--from-gguf has a model of its own; leave out the options of a random one")
+        convert_and_show(from_gguf, out)
+        return
     from rolemesh.models.tiny import make_tiny_model
 
     made = make_tiny_model(
