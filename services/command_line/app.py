@@ -329,7 +329,7 @@ def fetch(
 
 
 @app.command(
-    epilog="Examples: rolemesh model outputs/gsm8k/model --hidden-size 64 --num-layers 2; "
+    epilog="Examples: rolemesh model outputs/gsm8k/model --hidden-size 64 --num-layers 2 && "
     "rolemesh model models/smollm2 --from-gguf SmolLM2-135M-Instruct.Q4_1.gguf"
 )
 def model(
