@@ -161,7 +161,8 @@ def _placement(draw: random.Random) -> Sections:
         placement["replicas"] = {role: draw.choice([1, 2, 3])}
     if draw.random() < 0.4:
         names = [*placement.get("groups", strategies()[placement["strategy"]]), "actor", "critic"]
-        placement["ranks"] = {draw.choice(names): draw.choice([2, 4, 16])}
+        several = "replicas" in placement  # the chart starts one replica of several pods, as 16 ranks need
+        placement["ranks"] = {draw.choice(names): draw.choice([2, 4] if several else [2, 4, 16])}
     if draw.random() < 0.03:
         placement["strategy"] = draw.choice(["custom", "hibrid", "standalone"])
     return placement
