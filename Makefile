@@ -11,7 +11,7 @@ TARGET ?= cpu
 IMAGE ?= localhost/rolemesh:$(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' rolemesh/version.py)$(if $(filter gpu,$(TARGET)),-gpu)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test drawn test-engines test-tools go-tools examples stress mutation setup vllm lint format chart proto released test-gpu gpu-bundle bench bench-ranks bench-rollout bench-step bench-agents bench-plan dashboards seeds \
+.PHONY: help run test drawn test-engines test-tools go-tools examples stress mutation setup vllm lint format chart proto released test-gpu gpu-bundle bench bench-ranks bench-rollout bench-step bench-agents bench-plan dashboards seeds curves-real \
 	curves docs lock check-locks image test-cluster demo-cluster clean
 
 help: ## this list
@@ -150,6 +150,9 @@ seeds: setup ## the demo with three seeds: accuracy before and after, a table an
 
 curves: setup ## how ten recipes learn, with three seeds: docs/algorithms.png and a table
 	$(BIN)/python -m benchmarks.recipes
+
+curves-real: setup ## how SmolLM2-135M learns, with three seeds: docs/curves.png; half an hour. ARGS=--trl: beside TRL
+	$(BIN)/python -m benchmarks.real $(ARGS)
 
 # An environment of its own: pages need no torch, so it is there in seconds, and its tools cannot clash with .venv's.
 .venv-docs/.installed: requirements-docs.lock
