@@ -47,12 +47,13 @@ def draw(results: dict[str, list[Result]]) -> None:
     of_ours = [_mean([result[kind] for result in seeds]) for kind in ("greedy", "sampled")]
     axes.plot(*_points(of_ours[0]), color=BLUE, linewidth=2.4, marker="o", markersize=4, label="greedy")
     axes.plot(*_points(of_ours[1]), color=ORANGE, linewidth=1.6, label=f"sampled, mean of {group} answers")
-    if beside := results.get("TRL"):
+    if len(beside := results.get("TRL", [])) == len(seeds):
         sampled = _mean([result["sampled"] for result in beside])
-        axes.plot(*_points(sampled), color=GREY, linewidth=1.6, label=f"TRL, sampled, {len(beside)} seeds")
+        axes.plot(*_points(sampled), color=GREY, linewidth=1.6, label="TRL, sampled")
     axes.set(xlabel="step", ylabel="held-out questions right", ylim=(0, 1.02), xlim=(0, None))
     title = "SmolLM2-135M-Instruct learns which of two numbers is larger"
     axes.set_title(f"{title} (GRPO, {len(seeds)} seeds)", fontsize=11)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower right")
@@ -79,6 +80,7 @@ def keep(results: dict[str, list[Result]]) -> None:
         "cores": usable_cpus(),
         "versions": {name: version(name) for name in ("rolemesh", "torch", "transformers")},
         "core_hours_of_steps": seconds * usable_cpus() / 3600,
+        "seconds_over_trl": seconds_over_trl(results),
         **results,
     }
     RESULTS.write_text(json.dumps(content, indent=1) + "\n")
@@ -96,6 +98,16 @@ def show(results: dict[str, list[Result]]) -> None:
             a_step = f"{sum(seconds) / len(seconds):.1f}"
             table.add_row(name, str(result["seed"]), *(f"{number:.3f}" for number in numbers), a_step)
     Console().print(table)
+    if ratios := seconds_over_trl(results):
+        Console().print("seconds of ours over TRL's, seed by seed:", *(f"{ratio:.2f}" for ratio in ratios))
+
+
+def seconds_over_trl(results: dict[str, list[Result]]) -> list[float]:
+    """Return our seconds over TRL's for each seed, over the steps that TRL made."""
+    return [
+        sum(own["seconds"][step] for step in trl["seconds"]) / sum(trl["seconds"].values())
+        for own, trl in zip(results["rolemesh"], results.get("TRL", []), strict=False)
+    ]
 
 
 def show_shares(runs: list[Result]) -> None:
@@ -113,8 +125,9 @@ def main(
     """Prints a table, and writes benchmarks/results/real.json and docs/curves.png."""
     make_model_and_data()
     results: dict[str, list[Result]] = {}
+    contestants = {"rolemesh": ours.train} | ({"TRL": beside_trl.train} if trl else {})
     for seed in seeds:
-        for name, train in {"rolemesh": ours.train, **({"TRL": beside_trl.train} if trl else {})}.items():
+        for name, train in contestants.items():
             results.setdefault(name, []).append(train(seed))
             keep(results)
     show(results)

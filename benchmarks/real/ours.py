@@ -42,7 +42,11 @@ def train(seed: int) -> dict[str, Any]:
         are scored before the update.
     """
     job, arguments = job_of(seed)
-    peak = peak_flops()
+    measured = job.run_dir / "peak_flops"  # when the run began
+    if not measured.exists():
+        measured.parent.mkdir(parents=True, exist_ok=True)
+        measured.write_text(str(peak_flops()))
+    peak = float(measured.read_text())
     rolemesh("run", *arguments)
     records = read_metrics(job.run_dir / "metrics.jsonl")
     return {"seed": seed, **recorded(job), "share_of_peak": shares(records, job, peak), "peak_flops": peak}
@@ -51,9 +55,8 @@ def train(seed: int) -> dict[str, Any]:
 def greedy_accuracy(seed: int, model: Path) -> float:
     """Held-out accuracy of a model that something else has trained."""
     run = model.with_name("validation-of-it")
-    job, arguments = job_of(
-        seed, f"actor.model.path={model}", f"trainer.default_local_dir={run}", "trainer.val_only=true"
-    )
+    elsewhere = [f"trainer.default_local_dir={run}", "trainer.validation_data_dir=null"]
+    job, arguments = job_of(seed, f"actor.model.path={model}", "trainer.val_only=true", *elsewhere)
     rolemesh("run", *arguments)
     [accuracy] = recorded(job)["greedy"].values()
     return float(accuracy)
